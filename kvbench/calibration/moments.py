@@ -1,0 +1,173 @@
+"""Streaming centred second moments of (source, target) content: all that a closed-form fit needs.
+
+Products are taken in float32 over data shifted by the first chunk's mean, then added in float64, so that neither a large
+mean nor many rows cost digits. Two halves merge into exactly the moments of one pass, up to float64 rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import ArtifactError, BadInputError
+
+# Column blocks of X'X: only those on and above the block diagonal are computed, the rest is mirrored at the end.
+BLOCK_COLUMNS = 1024
+
+
+@dataclass
+class CrossMoments:
+    """Moments of one kind (keys or values) of one part (fit or held-out).
+
+    Attributes:
+        rows: rows seen.
+        mean_x: `[px]` mean of the source features.
+        mean_y: `[py]` mean of the target features.
+        xx: `[px, px]` centred, un-normalised X'X.
+        xy: `[px, py]` centred, un-normalised X'Y.
+        yy: `[py]` centred, un-normalised diagonal of Y'Y.
+    """
+
+    rows: int
+    mean_x: Tensor
+    mean_y: Tensor
+    xx: Tensor
+    xy: Tensor
+    yy: Tensor
+
+    def merge(self, other: CrossMoments) -> CrossMoments:
+        """Moments of both sets of rows together (Chan, Golub, LeVeque 1979)."""
+        if not self.rows or not other.rows:
+            return self if self.rows else other
+        rows = self.rows + other.rows
+        weight = self.rows * other.rows / rows
+        dx, dy = other.mean_x - self.mean_x, other.mean_y - self.mean_y
+        share = other.rows / rows
+        return CrossMoments(
+            rows,
+            self.mean_x + share * dx,
+            self.mean_y + share * dy,
+            self.xx + other.xx + weight * torch.outer(dx, dx),
+            self.xy + other.xy + weight * torch.outer(dx, dy),
+            self.yy + other.yy + weight * dy.square(),
+        )
+
+
+@dataclass
+class MomentAccumulator:
+    """Builds `CrossMoments` chunk by chunk.
+
+    Args:
+        px: source features.
+        py: target features.
+    """
+
+    px: int
+    py: int
+    rows: int = 0
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def update(self, x: Tensor, y: Tensor) -> None:
+        """Add rows: `x` `[n, px]`, `y` `[n, py]`."""
+        x, y = x.float(), y.float()
+        if not self.state:
+            zeros = {"xx": (self.px, self.px), "xy": (self.px, self.py), "yy": (self.py,), "sx": (self.px,), "sy": (self.py,)}
+            self.state = {name: torch.zeros(shape, dtype=torch.float64, device=x.device) for name, shape in zeros.items()}
+            self.state["shift_x"], self.state["shift_y"] = x.mean(0), y.mean(0)
+        x, y = x - self.state["shift_x"], y - self.state["shift_y"]
+        s = self.state
+        for start in range(0, self.px, BLOCK_COLUMNS):
+            stop = min(start + BLOCK_COLUMNS, self.px)
+            s["xx"][:stop, start:stop] += x[:, :stop].T @ x[:, start:stop]
+        s["xy"] += x.T @ y
+        s["yy"] += y.square().sum(0, dtype=torch.float64)
+        s["sx"] += x.sum(0, dtype=torch.float64)
+        s["sy"] += y.sum(0, dtype=torch.float64)
+        self.rows += x.shape[0]
+
+    def result(self) -> CrossMoments:
+        """The moments so far."""
+        if not self.rows:
+            raise BadInputError("no calibration rows were seen; give more sequences or a smaller stride")
+        s, n = self.state, self.rows
+        upper = s["xx"].triu()
+        xx = upper + upper.triu(1).T
+        mx, my = s["sx"] / n, s["sy"] / n
+        return CrossMoments(
+            n,
+            s["shift_x"].double() + mx,
+            s["shift_y"].double() + my,
+            xx - n * torch.outer(mx, mx),
+            s["xy"] - n * torch.outer(mx, my),
+            s["yy"] - n * my.square(),
+        )
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Everything needed to go on later."""
+        return {**self.state, "rows": torch.tensor(self.rows)} if self.state else {}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from `snapshot`."""
+        self.rows = int(tensors["rows"])
+        self.state = {name: tensor for name, tensor in tensors.items() if name != "rows"}
+
+
+class Calibration:
+    """Stored moments of a pair, read lazily.
+
+    Args:
+        path: directory that `kvbench calibrate` wrote.
+
+    Attributes:
+        manifest: what was calibrated: pins of both models, data, layers, rows.
+        source_layers: indices of the candidate source layers, in feature order.
+
+    Raises:
+        ArtifactError: not a calibration directory, damaged, or newer than this kvbench.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        from kvbench.storage import read_manifest, verify_sums
+
+        self.path = path
+        self.manifest: dict[str, Any] = read_manifest(path, "moments")
+        verify_sums(path, only=("manifest.json",))
+        self._file = safe_open(str(path / "moments.safetensors"), framework="pt")
+        self.source_layers: tuple[int, ...] = tuple(self.manifest["source_layers"])
+        source, target = self.manifest["source"]["geometry"], self.manifest["target"]["geometry"]
+        self.source_width = source["kv_heads"] * source["head_dim"]
+        self.target_width = target["kv_heads"] * target["head_dim"]
+        self.kv_heads, self.head_dim, self.target_layers = target["kv_heads"], target["head_dim"], target["layers"]
+        self.source_kv_heads, self.source_head_dim = source["kv_heads"], source["head_dim"]
+        self._kept: dict[tuple[str, str], CrossMoments] = {}
+
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds stored: `k`, `v` and, where asked for, `k_rotated`."""
+        return tuple(self.manifest["kinds"])
+
+    def moments(self, part: str, kind: str) -> CrossMoments:
+        """Moments of `part` (`fit` or `heldout`) and `kind` (`k`, `v`, `k_rotated`)."""
+        if kind not in self.kinds():
+            raise ArtifactError(f"{self.path} holds no moments of kind '{kind}' (it holds {', '.join(self.kinds())}); calibrate again with --rotated")
+        if (part, kind) not in self._kept:
+            get: Callable[[str], Tensor] = self._file.get_tensor
+            prefix = f"{part}.{kind}."
+            tensors = [get(prefix + name) for name in ("mean_x", "mean_y", "xx", "xy", "yy")]
+            self._kept[part, kind] = CrossMoments(int(get(prefix + "rows")), *tensors)
+        return self._kept[part, kind]
+
+    def columns(self, layers: Sequence[int]) -> Tensor:
+        """Feature indices of the given source layers (model indices), in that order."""
+        width = self.source_width
+        where = {layer: i for i, layer in enumerate(self.source_layers)}
+        missing = [layer for layer in layers if layer not in where]
+        if missing:
+            raise BadInputError(f"source layer {missing[0]} is not among the calibrated candidates {list(self.source_layers)}")
+        return torch.cat([torch.arange(where[layer] * width, (where[layer] + 1) * width) for layer in layers])

@@ -1,0 +1,50 @@
+"""The `kvbench` command: one file per subcommand, heavy imports inside the functions."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kvbench.errors import KVBenchError
+
+
+def _app() -> typer.Typer:
+    from kvbench._version import __version__
+    from kvbench.cli import calibrate, check, demo, evaluate, fit, mapper, report, tasks
+
+    app = typer.Typer(
+        name="kvbench",
+        help="Evaluate cross-model KV cache transfer. The way of the data: check, calibrate, fit, evaluate, report.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+        if version:
+            typer.echo(f"kvbench {__version__}")
+            raise typer.Exit
+
+    app.command("check")(check.check)
+    app.command("calibrate")(calibrate.calibrate)
+    app.command("fit")(fit.fit)
+    app.command("evaluate")(evaluate.evaluate)
+    app.command("report")(report.report)
+    app.command("demo")(demo.demo)
+    app.add_typer(mapper.app, name="mapper")
+    app.add_typer(tasks.app, name="tasks")
+    return app
+
+
+def main() -> None:
+    """Entry point; an error that the user can mend is one line and an exit status, without a traceback."""
+    try:
+        _app()()
+    except KVBenchError as error:
+        print(f"kvbench: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("kvbench: interrupted; the same command goes on from the last checkpoint where there is one", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -1,0 +1,167 @@
+"""`kvbench evaluate`: all arms on the same items in one pass."""
+
+from __future__ import annotations
+
+import json as json_module
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvbench.cli import options as opt
+
+if TYPE_CHECKING:
+    from kvbench.runs import RunStore
+    from kvbench.scoring.engine import Costs
+
+
+def evaluate(
+    source: opt.Source,
+    target: opt.Target,
+    tasks: Annotated[str, typer.Option(help="lm-eval tasks or groups, separated by commas.")],
+    out: Annotated[Path, typer.Option(help="Run directory; the same command resumes it.")],
+    mapper: Annotated[
+        list[str] | None, typer.Option(help="Artifact directory, NAME=DIRECTORY, embedded:ridge, or a control; repeat for more.")
+    ] = None,
+    control: Annotated[list[str] | None, typer.Option(help="Control arms; default zero and raw. Give 'none' for none.")] = None,
+    include_path: Annotated[list[Path] | None, typer.Option(help="More folders with lm-eval tasks.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Local rows for stock tasks; no network is used.")] = None,
+    metadata: Annotated[list[str] | None, typer.Option(help="Task metadata, e.g. prefix_tokens=512.")] = None,
+    limit: Annotated[float | None, typer.Option(help="First items of each task; below 1 a share.")] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples in the prompt, in place of the task's own.")] = None,
+    batch_size: Annotated[str, typer.Option(help="Contexts per batch, or auto.")] = "auto",
+    hold_back: Annotated[int, typer.Option(help="Last context tokens that the answering model runs itself.")] = 1,
+    max_length: Annotated[int | None, typer.Option(help="Position limit; default the smaller of both models'.")] = None,
+    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="As lm-eval's.")] = False,
+    fewshot_as_multiturn: Annotated[bool, typer.Option("--fewshot-as-multiturn", help="As lm-eval's.")] = False,
+    gen_kwargs: Annotated[str | None, typer.Option(help="Generation arguments, as lm-eval's.")] = None,
+    seed: Annotated[int, typer.Option(help="Few-shot sampling.")] = 1234,
+    share_headers: Annotated[bool, typer.Option("--share-headers/--no-share-headers", help="Prefill what prompts share once.")] = True,
+    dtype: opt.Dtype = "auto",
+    device: opt.Device = "cpu",
+    device_map: opt.DeviceMap = None,
+    attention: opt.Attention = "sdpa",
+    source_revision: opt.SourceRevision = None,
+    target_revision: opt.TargetRevision = None,
+    trust_remote_code: opt.Trust = False,
+    gates: opt.Gates = True,
+    json: opt.Json = False,
+) -> None:
+    """Evaluate target, source, mappers and controls on identical items in one pass, into a run that `kvbench report` compares."""
+    opt.quiet_libraries()
+    from kvbench.errors import BadInputError
+    from kvbench.runs import RunStore
+    from kvbench.scoring.arms import mapper_arm, own_prefill
+    from kvbench.scoring.engine import TransferEngine
+    from kvbench.scoring.evaluate import task_manager
+    from kvbench.scoring.journal import Journal
+    from kvbench.scoring.run import JOURNAL, arm_spec, execute, leaf_tasks, run_spec
+    from kvbench.scoring.scorer import SharedScorer
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    task_metadata = _metadata(metadata, target)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="kvbench-tasks-") as folder:
+        fingerprints, include = _local(names, data_dir, Path(folder), include_path)
+        manager = task_manager(names, include, metadata=task_metadata)
+        leaves = leaf_tasks(manager, names)
+        models = opt.load_pair(
+            source,
+            target,
+            source_revision=source_revision,
+            target_revision=target_revision,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+            gates=gates,
+        )
+        arms = [own_prefill("target", models[1]), own_prefill("source", models[0])]
+        specs = [arm_spec(arm, None) for arm in arms]
+        controls = [c for c in (control or ["zero", "raw"]) if c != "none"]
+        for item in dict.fromkeys([*(mapper or []), *controls]):
+            label, separator, location = item.partition("=")
+            arm = mapper_arm(location if separator else item, *models, name=label if separator else None)
+            arms.append(arm)
+            specs.append(arm_spec(arm, location if separator else item))
+        reach = max_length or min(int(m.config.max_position_embeddings) for m in models)
+        engine = TransferEngine(*models, arms, hold_back=hold_back, share_headers=share_headers)
+        seconds = {"load": time.perf_counter() - started}
+        with opt.progress_bar() as bar:
+            scorer = SharedScorer(engine, batch_size=batch_size, max_length=reach, bar=opt.scoring_bar(bar, ""))
+            common: dict[str, Any] = {
+                "limit": int(limit) if limit is not None and limit >= 1 else limit,
+                "num_fewshot": num_fewshot,
+                "apply_chat_template": apply_chat_template,
+                "fewshot_as_multiturn": fewshot_as_multiturn,
+                "gen_kwargs": gen_kwargs,
+                "seed": seed,
+            }
+            if limit is not None and limit <= 0:
+                raise BadInputError(f"--limit {limit}; it is a number of items, or a share between 0 and 1")
+            spec = run_spec(
+                source=models[0],
+                target=models[1],
+                arms=specs,
+                tasks=leaves,
+                scorer=scorer,
+                batch_size=batch_size,
+                data=fingerprints,
+                metadata=task_metadata,
+                **common,
+            )
+            store = RunStore.create(out, spec)
+            if store.provenance() is not None:
+                opt.say(f"'{out}' is finished already; nothing to do")
+            else:
+                if (out / JOURNAL).exists():
+                    opt.say(f"going on with the unfinished run in '{out}'")
+                scorer.journal = Journal(out / JOURNAL)
+                execute(store, scorer, names, list(leaves), manager=manager, seconds=seconds, **common)
+    _print(store, engine.costs, json)
+
+
+def _metadata(settings: list[str] | None, target: str) -> dict[str, Any]:
+    from kvbench.errors import BadInputError
+
+    values: dict[str, Any] = {"tokenizer": target}
+    for setting in settings or []:
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise BadInputError(f"--metadata {setting} is not of the form key=value")
+        values[key] = int(value) if value.lstrip("-").isdigit() else value
+    return values
+
+
+def _local(names: list[str], data_dir: Path | None, folder: Path, include: list[Path] | None) -> tuple[dict[str, str], list[Path]]:
+    """Task files for local rows: fingerprints by task, and all folders to look for tasks in."""
+    return {}, list(include or [])
+
+
+def _print(store: RunStore, costs: Costs, as_json: bool) -> None:
+    results = store.results().results
+    if as_json:
+        print(json_module.dumps([r.model_dump() for r in results], indent=2, sort_keys=True))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    arms = [arm.name for arm in store.spec.arms]
+    table = Table(title=f"{store.spec.source.name if store.spec.source else ''} -> {store.spec.target.name if store.spec.target else ''}")
+    for column in ("task", "metric", "items", *arms):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for task in store.spec.tasks:
+        rows = {r.arm: r for r in results if r.task == task.name}
+        for metric in next(iter(rows.values())).metrics:
+            cells = [rows[arm].metrics.get(metric) for arm in arms]
+            table.add_row(task.name, metric, str(rows[arms[0]].n), *("-" if c is None else f"{c:.4f}" for c in cells))
+    Console(width=None if Console().is_terminal else 160).print(table)
+    opt.say(
+        f"prefilled {costs.prefilled['source']:,} source and {costs.prefilled['target']:,} target tokens (shared headers saved {costs.saved['source']:,} and "
+        f"{costs.saved['target']:,}), mapped {costs.mapped:,}, answered {costs.answered:,}, generated {costs.generated:,}"
+    )
+    opt.say(f"compare with: kvbench report {store.path}")
+    print(store.path)

@@ -1,0 +1,212 @@
+"""Which figures a comparison has, and what each of them shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvbench.reporting.curves import Curve, curves, heatmaps, scatter
+from kvbench.reporting.plots import AVERAGE, Bar, Figure, Flips, flips, forest
+from kvbench.reporting.view import Comparison, PairView, TaskView
+from kvbench.runs.measured import Diagnostics, Handoff, Latency, Sweep
+
+
+def forest_figure(comparison: Comparison) -> Figure | None:
+    """Retention by task and mapper, with the margin of each row and the source alone."""
+    bars = []
+    for task in comparison.primary_tasks:
+        for arm in comparison.mappers:
+            pair = comparison.pair(task.id, arm, comparison.reference_arm)
+            source = comparison.source_arm and comparison.pair(task.id, comparison.source_arm, comparison.reference_arm)
+            bar = _kept(comparison, task, pair)
+            if bar is None or pair is None:
+                continue
+            alone = _kept(comparison, task, source) if source else None
+            bars.append(Bar(task.task, arm, *bar, margin=_margin(comparison, task, pair), mark=alone[0] if alone else None))
+    for arm in comparison.mappers:
+        average = comparison.average(arm, comparison.reference_arm)
+        if average is not None and len(average.tasks) > 1 and average.retention.value is not None:
+            bars.append(Bar(AVERAGE, arm, average.retention.value, average.retention.lower, average.retention.upper))
+    if not bars:
+        return None
+    nll = any(task.kind == "nll" for task in comparison.primary_tasks)
+    caption = (
+        f"Score of the arm over the score of {comparison.reference_arm}, with {comparison.policy.level * 100:.4g} % intervals. "
+        "The dashed tick is the margin; "
+        "what an interval means against it is decided on the difference (table)."
+        + (f" Perplexity tasks show {comparison.reference_arm} / arm, so that right is better too." if nll else "")
+    )
+    label = f"{comparison.source_arm} alone" if comparison.source_arm else ""
+    unit = f"% of {comparison.reference_arm} kept"
+    return forest("retention", "What is kept", caption, bars, null=1.0, unit=unit, mark_label=label)
+
+
+def source_figure(comparison: Comparison) -> Figure | None:
+    """Difference to the source alone."""
+    source = comparison.source_arm
+    if source is None:
+        return None
+    bars = []
+    for task in comparison.primary_tasks:
+        for arm in comparison.mappers:
+            pair = comparison.pair(task.id, arm, source)
+            if pair is not None and task.fraction and pair.difference.value is not None:
+                bars.append(Bar(task.task, arm, pair.difference.value, pair.difference.lower, pair.difference.upper))
+    for arm in comparison.mappers:
+        average = comparison.average(arm, source)
+        if average is not None and len(average.tasks) > 1 and average.difference.value is not None:
+            bars.append(Bar(AVERAGE, arm, average.difference.value, average.difference.lower, average.difference.upper))
+    if not bars:
+        return None
+    caption = f"Score of the mapper minus score of {source}, in percentage points. Left of zero, keeping the small model is better."
+    return forest("against_source", f"Against {source} alone", caption, bars, null=0.0, unit=f"percentage points above {source} alone")
+
+
+def flips_figure(comparison: Comparison) -> Figure | None:
+    """Won and lost items against the target."""
+    rows = [
+        Flips(task.task, arm, pair.won, pair.lost)
+        for task in comparison.primary_tasks
+        if task.kind == "accuracy"
+        for arm in comparison.mappers
+        if (pair := comparison.pair(task.id, arm, comparison.reference_arm)) is not None and pair.won is not None and pair.lost is not None
+    ]
+    return flips(rows, comparison.reference_arm) if rows else None
+
+
+def diagnostics_figures(found: Diagnostics, comparison: Comparison) -> list[Figure]:
+    """R2 heatmaps and attention-output cosine by layer."""
+    figures = []
+    for number, mapper in enumerate(found.mappers):
+        panels = [(label, matrix) for label, matrix in (("keys", mapper.r2_keys), ("values", mapper.r2_values)) if matrix]
+        if panels:
+            caption = "Held-out R\u00b2 of mapping one source layer to one target layer. Bright is predictable."
+            figures.append(heatmaps(f"r2_{number}", f"R\u00b2 by layer, {mapper.arm}", caption, panels))
+    lines: list[Curve] = []
+    for mapper in found.mappers:
+        for variant, cosines in (("native", mapper.cosine_native), ("propagated", mapper.cosine_propagated)):
+            if cosines:
+                layers = [float(i) for i, value in enumerate(cosines) if value is not None]
+                values = [value for value in cosines if value is not None]
+                lines.append(
+                    Curve(f"{mapper.arm} ({variant})", layers, values, colour=_colour_of(mapper.arm, comparison), dashed=variant == "propagated")
+                )
+    if lines:
+        caption = "Cosine between attention outputs on the mapped and on the target's own prefix; 1 is identical."
+        figures.append(curves("cosine", "Attention-output cosine", caption, lines, x_label="target layer", y_label="cosine"))
+    return figures
+
+
+def sweep_figure(found: Sweep, comparison: Comparison) -> Figure:
+    """Figure of merit over the swept parameter."""
+    lines: list[Curve] = []
+    for recipe in dict.fromkeys(point.recipe for point in found.points):
+        points = sorted((p for p in found.points if p.recipe == recipe), key=lambda p: p.value)
+        chosen = next((i for i, p in enumerate(points) if p.chosen), None)
+        lower, upper = [p.lower for p in points], [p.upper for p in points]
+        colour = _colour_of(recipe, comparison, default=len(comparison.mappers) + len(lines))
+        lines.append(Curve(recipe, [p.value for p in points], [p.score for p in points], lower, upper, chosen, colour))
+    caption = "The ring marks the setting that was chosen."
+    return curves(
+        "sweep", f"{found.figure} over {found.parameter}", caption, lines, x_label=found.parameter, y_label=found.figure, log_x=found.log_scale
+    )
+
+
+def latency_figures(found: Latency, comparison: Comparison) -> list[Figure]:
+    """Latency over length, and score against latency."""
+    lines: list[Curve] = []
+    for arm, cold in dict.fromkeys((point.arm, point.cold) for point in found.points):
+        points = sorted((p for p in found.points if (p.arm, p.cold) == (arm, cold)), key=lambda p: p.tokens)
+        label = f"{arm}, cold" if cold else arm
+        lines.append(
+            Curve(label, [float(p.tokens) for p in points], [1000 * p.p50_seconds for p in points], colour=_colour_of(arm, comparison), dashed=cold)
+        )
+    caption = f"Median time to the first token on {found.device}. Cold counts the source's own prefill too."
+    figures = [curves("latency", "Latency", caption, lines, x_label="context tokens", y_label="milliseconds", log_x=True, log_y=True)]
+    longest = max(point.tokens for point in found.points)
+    at = {("target" if p.arm == "re-prefill" else p.arm): 1000 * p.p50_seconds for p in found.points if p.tokens == longest and not p.cold}
+    scores = {arm: average.arm_score for arm in comparison.mappers if (average := comparison.average(arm, comparison.reference_arm)) is not None}
+    reference = next((average.reference_score for average in comparison.averages if average.reference == comparison.reference_arm), None)
+    scores[comparison.reference_arm] = reference
+    points_ = [(arm, at[arm], 100 * score, _colour_of(arm, comparison)) for arm, score in scores.items() if score is not None and arm in at]
+    if len(points_) > 1:
+        caption = f"Mean score of the tasks against the median latency at {longest:,} tokens. Up and left is better."
+        figures.append(
+            scatter(
+                "accuracy_latency",
+                "Accuracy against latency",
+                caption,
+                points_,
+                x_label=f"milliseconds at {longest:,} tokens",
+                y_label="mean score, %",
+            )
+        )
+    return figures
+
+
+def handoff_figure(found: Handoff) -> Figure | None:
+    """Drift by turn."""
+    lines: list[Curve] = []
+    for protocol, arm in dict.fromkeys((turn.protocol, turn.arm) for turn in found.turns if turn.drift is not None):
+        turns = sorted((t for t in found.turns if (t.protocol, t.arm) == (protocol, arm) and t.drift is not None), key=lambda t: t.turn)
+        lines.append(
+            Curve(
+                arm if protocol == arm else f"{arm}, {protocol}",
+                [float(t.turn) for t in turns],
+                [100 * (t.drift or 0.0) for t in turns],
+                [None if t.lower is None else 100 * t.lower for t in turns],
+                [None if t.upper is None else 100 * t.upper for t in turns],
+                colour=len(lines),
+            )
+        )
+    if not lines:
+        return None
+    caption = "F1 of the target alone minus F1 after the handoff, by turn; above zero, the handoff loses. Bands resample whole conversations."
+    return curves("drift", "Handoff drift by turn", caption, lines, x_label="turn", y_label="drift, percentage points of F1", zero=True)
+
+
+def _colour_of(arm: str, comparison: Comparison, default: int | None = None) -> int | None:
+    """An arm has one colour in all figures; target, source and re-prefill are grey."""
+    return comparison.mappers.index(arm) if arm in comparison.mappers else default
+
+
+def _kept(comparison: Comparison, task: TaskView, pair: PairView | None) -> tuple[float, float | None, float | None] | None:
+    """Retention and its bounds; for perplexities reference / arm."""
+    if pair is None:
+        return None
+    if task.kind != "nll":
+        kept = pair.retention
+        return None if kept.value is None else (kept.value, kept.lower, kept.upper)
+    ratio = pair.perplexity_ratio
+    if ratio is None or not ratio.value:
+        return None
+    return 1 / ratio.value, (1 / ratio.upper if ratio.upper else None), (1 / ratio.lower if ratio.lower else None)
+
+
+def _margin(comparison: Comparison, task: TaskView, pair: PairView) -> float | None:
+    """The margin on the scale of retention: the reference's score being fixed, a loss of `margin` is this share."""
+    if task.kind == "nll":
+        return math.exp(-pair.margin)
+    score = comparison.score(task.id, pair.reference).score.value
+    return None if not score else 1 - pair.margin / score
+
+
+def all_figures(comparison: Comparison) -> dict[str, Sequence[Figure]]:
+    """Figures by section of the page; a section without data has none."""
+    found: dict[str, list[Figure]] = {"diagnostics": [], "sweep": [], "latency": [], "handoff": []}
+    for name, figure in (
+        ("retention", forest_figure(comparison)),
+        ("source", source_figure(comparison)),
+        ("flips", flips_figure(comparison)),
+    ):
+        found[name] = [figure] if figure is not None else []
+    for number, extras in enumerate(comparison.extras):
+        here: dict[str, list[Figure]] = {"diagnostics": diagnostics_figures(extras.diagnostics, comparison) if extras.diagnostics is not None else []}
+        here["sweep"] = [sweep_figure(extras.sweep, comparison)] if extras.sweep is not None and extras.sweep.points else []
+        here["latency"] = latency_figures(extras.latency, comparison) if extras.latency is not None and extras.latency.points else []
+        drift = handoff_figure(extras.handoff) if extras.handoff is not None else None
+        here["handoff"] = [drift] if drift is not None else []
+        for section, figures in here.items():
+            found[section] += [replace(figure, name=f"{figure.name}_run{number + 1}") if number else figure for figure in figures]
+    return dict(found)

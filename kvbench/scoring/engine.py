@@ -1,0 +1,211 @@
+"""Fill one cache per arm from prefixes that each model has prefilled once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import BadInputError
+from kvbench.kv.capture import to_content
+from kvbench.kv.content import ContentKV, RotatedKV
+from kvbench.kv.inject import PrefixCache
+from kvbench.mappers.base import Mapper
+from kvbench.pairs.models import LoadedModel, write_prefix
+from kvbench.scoring.arms import Answering, Arm
+from kvbench.scoring.batching import Tokens
+
+HEADER_BYTES = 1 << 30
+
+
+@dataclass
+class Costs:
+    """What a run did and what it saved, in tokens.
+
+    Attributes:
+        prefilled: tokens run by each model's prefill.
+        saved: tokens that a shared header spared it.
+        mapped: tokens mapped, summed over mappers.
+        answered: tokens run behind a prefix, summed over arms.
+        generated: tokens generated, summed over arms.
+        too_short: contexts of at most `hold_back` tokens: nothing to transfer, the answering model runs all of it.
+        truncated: contexts cut on the left to fit the position limit.
+        contexts: distinct contexts.
+    """
+
+    prefilled: dict[str, int] = field(default_factory=lambda: {"source": 0, "target": 0})
+    saved: dict[str, int] = field(default_factory=lambda: {"source": 0, "target": 0})
+    mapped: int = 0
+    answered: int = 0
+    generated: int = 0
+    too_short: int = 0
+    truncated: int = 0
+    contexts: int = 0
+
+
+@dataclass(frozen=True)
+class FilledPrefixes:
+    """Caches of all arms that one model answers, stacked along the batch: arm 0's rows, arm 1's rows, ...
+
+    Attributes:
+        arms: the arms, in row order.
+        cache: `[arms * batch, ...]` with room behind the prefix.
+        header: shared header tokens.
+        padded: padded tokens behind the header.
+        lengths: `[arms * batch]` true tokens behind the header.
+    """
+
+    arms: tuple[Arm, ...]
+    cache: PrefixCache
+    header: int
+    padded: int
+    lengths: Tensor
+
+
+class TransferEngine:
+    """Both models, the arms, and the prefilled headers.
+
+    Args:
+        source: the model that prefills; None where no arm needs it.
+        target: the model that answers; None where only arm `source` runs.
+        arms: what to compare.
+        hold_back: last context tokens that the answering model runs itself.
+        share_headers: prefill a header that contexts share once.
+
+    Raises:
+        BadInputError: an arm needs a model that was not given, or hold_back is below 1.
+    """
+
+    def __init__(
+        self, source: LoadedModel | None, target: LoadedModel | None, arms: Sequence[Arm], *, hold_back: int = 1, share_headers: bool = True
+    ) -> None:
+        if hold_back < 1:
+            raise BadInputError(f"hold_back = {hold_back}; the answering model must run at least the last context token itself, so it is 1 or more")
+        if len({arm.name for arm in arms}) != len(arms):
+            raise BadInputError(f"two arms share a name: {', '.join(arm.name for arm in arms)}")
+        self.models: dict[str, LoadedModel] = {}
+        if source is not None:
+            self.models["source"] = source
+        if target is not None:
+            self.models["target"] = target
+        self.arms = tuple(arms)
+        self.hold_back, self.share_headers = hold_back, share_headers
+        self.costs = Costs()
+        needed = {arm.answering for arm in arms} | {self._prefiller(arm) for arm in arms}
+        if missing := needed - set(self.models):
+            raise BadInputError(f"the arms {', '.join(a.name for a in arms)} need the {' and the '.join(sorted(missing))} model; name it")
+        self._headers: OrderedDict[tuple[str, str, Tokens], RotatedKV] = OrderedDict()
+
+    @staticmethod
+    def _prefiller(arm: Arm) -> Answering:
+        return "source" if arm.mapper.reads == "source" else "target"
+
+    def answering(self) -> list[tuple[LoadedModel, tuple[Arm, ...]]]:
+        """Each model with the arms it answers."""
+        grouped = [(self.models[role], tuple(a for a in self.arms if a.answering == role)) for role in ("target", "source") if role in self.models]
+        return [(model, arms) for model, arms in grouped if arms]
+
+    @torch.no_grad()
+    def fill(self, header: Tokens, prefixes: Sequence[Tokens], others: Sequence[Tokens], room: int) -> list[FilledPrefixes]:
+        """Prefill a batch and fill the caches of all arms.
+
+        Args:
+            header: common start of all prefixes.
+            prefixes: whole prefixes, each starting with `header`.
+            others: for the control `shuffled`, another prompt's tokens, equally long, for each prefix.
+            room: tokens to leave behind the prefix.
+
+        Returns:
+            One stack per answering model.
+        """
+        rest = [prefix[len(header) :] for prefix in prefixes]
+        raw: dict[str, RotatedKV] = {}
+        content: dict[tuple[str, bool], ContentKV] = {}
+
+        def read(mapper: Mapper) -> ContentKV:
+            reads, key = mapper.reads, (mapper.reads, mapper.rotated)
+            role = "source" if reads == "source" else "target"
+            if reads not in raw:
+                # The shuffled prompt shares no header with the row it stands in for.
+                rows, shared = (list(others), ()) if reads == "shuffled" else (rest, header)
+                raw[reads] = self.models[role].prefill(rows, self._header_kv(role, shared) if shared else None)
+                self.costs.prefilled[role] += sum(map(len, rows))
+                self.costs.saved[role] += len(shared) * len(rows)
+            if key not in content:
+                content[key] = to_content(raw[reads], self.models[role].rope, strip=not mapper.rotated)
+            return content[key]
+
+        out = []
+        batch, padded = len(prefixes), max(1, max(map(len, rest)))
+        for model, arms in self.answering():
+            cache = model.cache_for(batch * len(arms), len(header) + padded + room, len(header) + padded)
+            for i, arm in enumerate(arms):
+                rows = slice(i * batch, (i + 1) * batch)
+                if arm.mapper.reads == "shuffled":
+                    self._write(cache, rows, 0, arm, model, read(arm.mapper))
+                    continue
+                if header:
+                    write_prefix(cache, self._arm_header(arm, model, header), rows, 0)
+                self._write(cache, rows, len(header), arm, model, read(arm.mapper))
+                self.costs.mapped += sum(map(len, rest)) if arm.transfers else 0
+            lengths = torch.tensor([len(r) for r in rest] * len(arms), device=model.device)
+            out.append(FilledPrefixes(arms, cache, len(header), padded, lengths))
+        return out
+
+    def _write(self, cache: PrefixCache, rows: slice, start: int, arm: Arm, model: LoadedModel, content: ContentKV) -> None:
+        """Map content layer by layer, rotate with the answering model's RoPE, and write it into the cache."""
+        cos, sin = model.rope.cos_sin(content.positions[:1])
+        width = min(content.tokens, cache.layers[0].filled - start)
+        for layer in range(model.layers):
+            keys, values = arm.mapper.map_layer(content, layer)
+            if not arm.mapper.rotated:
+                keys = model.rope.apply(keys, cos, sin)
+            target = cache.layers[layer]
+            target.keys[rows, :, start : start + width].copy_(keys[:, :width].transpose(1, 2))
+            target.values[rows, :, start : start + width].copy_(values[:, :width].transpose(1, 2))
+
+    def _header_kv(self, role: str, header: Tokens) -> RotatedKV:
+        """A model's own cache of a header, prefilled once and kept."""
+        key = (role, "", header)
+        kv = self._recall(key)
+        if kv is None:
+            kv = self.models[role].prefill([header])
+            self.costs.prefilled[role] += len(header)
+            self.costs.saved[role] -= len(header)
+            self._keep(key, kv)
+        return kv
+
+    def _arm_header(self, arm: Arm, model: LoadedModel, header: Tokens) -> RotatedKV:
+        """An arm's mapped cache of a header, in the answering model's format, kept."""
+        key = (arm.answering, arm.name, header)
+        kv = self._recall(key)
+        if kv is None:
+            role = self._prefiller(arm)
+            reader = self.models[role]
+            content = to_content(self._header_kv(role, header), reader.rope, strip=not arm.mapper.rotated)
+            cache = model.cache_for(1, len(header), len(header))
+            self._write(cache, slice(0, 1), 0, arm, model, content)
+            self.costs.mapped += len(header) if arm.transfers else 0
+            kv = RotatedKV([layer.keys for layer in cache.layers], [layer.values for layer in cache.layers], torch.tensor([len(header)]))
+            self._keep(key, kv)
+        return kv
+
+    def _recall(self, key: tuple[str, str, Tokens]) -> RotatedKV | None:
+        if key in self._headers:
+            self._headers.move_to_end(key)
+            return self._headers[key]
+        return None
+
+    def _keep(self, key: tuple[str, str, Tokens], kv: RotatedKV) -> None:
+        self._headers[key] = kv
+        held = sum(_bytes(kept) for kept in self._headers.values())
+        while held > HEADER_BYTES and len(self._headers) > 1:
+            _, dropped = self._headers.popitem(last=False)
+            held -= _bytes(dropped)
+
+
+def _bytes(kv: RotatedKV) -> int:
+    return sum(t.numel() * t.element_size() for t in (*kv.keys, *kv.values))

@@ -1,0 +1,104 @@
+"""Many arms through lm-eval in one pass over the items."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.errors import BadInputError
+from kvbench.paths import tasks_directory
+from kvbench.scoring.arms import Arm
+from kvbench.scoring.lm import KVTransferLM
+from kvbench.scoring.scorer import SharedScorer
+
+Results = dict[str, Any]
+
+
+def task_manager(tasks: Sequence[str], include: Sequence[Path] = (), metadata: Mapping[str, Any] | None = None) -> Any:
+    """lm-eval's task manager with kvbench's own tasks and the user's folders.
+
+    lm-eval's index of its stock tasks takes many seconds to build, so it is left out where every name is found without it.
+
+    Raises:
+        BadInputError: a folder that does not exist, no task, or an unknown one.
+    """
+    from lm_eval.tasks import TaskManager
+
+    for path in include:
+        if not path.is_dir():
+            raise BadInputError(f"task folder '{path}' does not exist")
+    if not tasks:
+        raise BadInputError("no task given; name one or more with --tasks")
+    folders = [str(path) for path in (tasks_directory(), *include)]
+    for defaults in (False, True):
+        manager = TaskManager(include_path=folders, include_defaults=defaults, metadata=dict(metadata or {}))
+        unknown = [name for name in tasks if not manager.match_tasks([name])]
+        if not unknown:
+            return manager
+    raise BadInputError(f"unknown task '{unknown[0]}'; 'kvbench tasks ls' lists kvbench's own, 'lm_eval ls tasks' the stock ones")
+
+
+def evaluate_arms(
+    scorer: SharedScorer,
+    tasks: Sequence[str],
+    *,
+    manager: Any | None = None,
+    limit: int | float | None = None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool | str = False,
+    fewshot_as_multiturn: bool = False,
+    gen_kwargs: str | None = None,
+    bootstrap_iters: int = 0,
+    seed: int = 1234,
+    on_arm: Callable[[Arm], None] | None = None,
+    trackers: Mapping[str, Any] | None = None,
+) -> dict[str, Results]:
+    """Evaluate every arm of a scorer with lm-eval; the first arm's requests are scored for all arms at once.
+
+    lm-eval's own evaluation runs once per arm from the stored scores, so metrics, filters and aggregation are lm-eval's.
+
+    Args:
+        scorer: models and arms.
+        tasks: lm-eval task or group names.
+        manager: lm-eval task manager; default: stock tasks and kvbench's own.
+        limit: first items of each task only (below 1: a share).
+        num_fewshot: overrides the tasks' own.
+        apply_chat_template: as lm-eval's.
+        fewshot_as_multiturn: as lm-eval's.
+        gen_kwargs: as lm-eval's.
+        bootstrap_iters: of lm-eval's own standard errors (off: kvbench computes paired ones).
+        seed: few-shot sampling seed.
+        on_arm: called before each arm.
+        trackers: lm-eval's evaluation tracker per arm, where its native files are wanted.
+
+    Returns:
+        Arm name -> lm-eval's results with samples.
+
+    Raises:
+        BadInputError: an unknown task, or a task's data that cannot be loaded.
+    """
+    import lm_eval
+
+    names = list(dict.fromkeys(tasks))
+    manager = manager or task_manager(names)
+    results = {}
+    for arm in scorer.engine.arms:
+        if on_arm:
+            on_arm(arm)
+        lm = KVTransferLM.from_scorer(scorer, arm)
+        results[arm.name] = lm_eval.simple_evaluate(
+            model=lm,
+            tasks=names,
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            apply_chat_template=apply_chat_template,
+            fewshot_as_multiturn=fewshot_as_multiturn,
+            gen_kwargs=gen_kwargs,
+            bootstrap_iters=bootstrap_iters,
+            fewshot_random_seed=seed,
+            log_samples=True,
+            evaluation_tracker=trackers[arm.name] if trackers else None,
+        )
+    return results
