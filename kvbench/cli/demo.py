@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from kvbench.cli import options as opt
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvbench.pairs.models import LoadedModel
     from kvbench.scoring.summary import Cell
 
 TASKS = ("tiny_choice", "tiny_fewshot", "tiny_sums", "tiny_prefix", "tiny_turns")
@@ -21,48 +23,50 @@ SEQUENCES, HELDOUT, SEQ_LEN, STRIDE, K = 120, 24, 256, 1, 4
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for moments, mappers and the report.")] = Path("kvbench-demo"),
+    out: Annotated[Path, typer.Option(help="Directory for moments, mappers, runs and reports.")] = Path("kvbench-demo"),
     limit: Annotated[int | None, typer.Option(help="Items per task; default all.")] = None,
 ) -> None:
     """Run the main job on the embedded family: check, gates, calibrate, fit, evaluate, report. Under three minutes on two cores."""
+    opt.quiet_libraries()
     from kvbench.errors import BadInputError
     from kvbench.storage import write_atomic
 
-    opt.quiet_libraries()
     if out.exists() and not out.is_dir():
         raise BadInputError(f"'{out}' is a file; choose another --out")
+    if limit is not None and limit < 1:
+        raise BadInputError(f"--limit {limit}; it is a number of items, at least 1")
     started = time.perf_counter()
     with opt.progress_bar() as bar:
-        sections = [_pair(f"embedded:{name}", "embedded:target", out / name, limit, bar) for name in ("source", "stranger")]
-    report = out / "report.md"
-    write_atomic(report, markdown(sections, time.perf_counter() - started))
+        sections = [_pair(name, out / name, limit, bar) for name in ("source", "stranger")]
+    summary = out / "report.md"
+    write_atomic(summary, markdown(sections, time.perf_counter() - started))
     from rich.console import Console
 
     console = Console(width=None if Console().is_terminal else 140)
     for source, cells in sections:
         console.print(_table(source, cells))
         console.print(_verdict(source, cells), highlight=False)
-    opt.say(f"done in {time.perf_counter() - started:.0f} s")
-    print(report.resolve())
+    opt.say(f"done in {time.perf_counter() - started:.0f} s; the table above as Markdown, then the full report of each pair:")
+    for path in (summary, *(out / name / "report" / "report.html" for name in ("source", "stranger"))):
+        print(path.resolve())
 
 
-def _pair(source: str, target: str, out: Path, limit: int | None, bar: Any) -> tuple[str, list[Cell]]:
-    import shutil
-
-    from kvbench.calibration.corpus import load_texts, pack
-    from kvbench.calibration.harvest import Harvest, HarvestSettings
-    from kvbench.calibration.moments import Calibration
-    from kvbench.mappers.artifact import save_mapper
-    from kvbench.mappers.ridge import Ridge
+def _pair(name: str, out: Path, limit: int | None, bar: Any) -> tuple[str, list[Cell]]:
+    from kvbench.reporting import write_report
+    from kvbench.reporting.comparison import compare
+    from kvbench.reporting.view import Policy
+    from kvbench.runs import RunStore, load_runs
     from kvbench.scoring.arms import mapper_arm, own_prefill
     from kvbench.scoring.engine import TransferEngine
-    from kvbench.scoring.evaluate import evaluate_arms
+    from kvbench.scoring.evaluate import task_manager
+    from kvbench.scoring.run import arm_spec, execute, leaf_tasks, run_spec
     from kvbench.scoring.scorer import SharedScorer
     from kvbench.scoring.summary import summarise
 
+    source = f"embedded:{name}"
     models = opt.load_pair(
         source,
-        target,
+        "embedded:target",
         source_revision=None,
         target_revision=None,
         dtype="float32",
@@ -72,20 +76,46 @@ def _pair(source: str, target: str, out: Path, limit: int | None, bar: Any) -> t
         trust_remote_code=False,
         gates=True,
     )
-    moments, mapper = out / "moments", out / "ridge"
-    shutil.rmtree(moments.with_name("moments.partial"), ignore_errors=True)
-    blocks = pack(load_texts("embedded:world"), models[1].tokenizer, sequences=SEQUENCES, heldout=HELDOUT, seq_len=SEQ_LEN, seed=0)
-    harvest = Harvest(*models, blocks, {"name": "embedded:world", "seed": 0}, HarvestSettings(stride=STRIDE, batch_size=16), moments)
-    step = bar.add_task(f"{source}: calibrating", total=0, unit="tokens", speed="")
-    harvest.run(lambda done, total: bar.update(step, completed=done, total=total), overwrite=True)
-    calibration, recipe = Calibration(moments), Ridge(k=min(K, models[0].layers))
-    save_mapper(recipe.fit(calibration), mapper, recipe=recipe.configuration(), calibration=calibration.manifest, overwrite=True)
+    # The demo always starts afresh; what an earlier one left behind goes first.
+    for stale in ("moments", "moments.partial", "ridge", "run", "report"):
+        shutil.rmtree(out / stale, ignore_errors=True)
+    mapper = _fit(models, source, out, bar)
     arms = [own_prefill("target", models[1]), own_prefill("source", models[0]), mapper_arm(str(mapper), *models, name="ridge")]
-    arms += [mapper_arm(name, *models) for name in CONTROLS]
-    limit_length = min(m.config.max_position_embeddings for m in models)
-    scorer = SharedScorer(TransferEngine(*models, arms), batch_size=32, max_length=limit_length, bar=opt.scoring_bar(bar, f"{source}: "))
-    results = evaluate_arms(scorer, TASKS, limit=limit)
+    arms += [mapper_arm(control, *models) for control in CONTROLS]
+    specs = [arm_spec(arm, str(mapper) if arm.name == "ridge" else arm.name) for arm in arms]
+    reach = min(m.config.max_position_embeddings for m in models)
+    scorer = SharedScorer(TransferEngine(*models, arms), batch_size=32, max_length=reach, bar=opt.scoring_bar(bar, f"{source}: "))
+    manager = task_manager(TASKS)
+    leaves = leaf_tasks(manager, TASKS)
+    common: dict[str, Any] = {
+        "limit": limit,
+        "num_fewshot": None,
+        "apply_chat_template": False,
+        "fewshot_as_multiturn": False,
+        "gen_kwargs": None,
+        "seed": 1234,
+    }
+    spec = run_spec(source=models[0], target=models[1], arms=specs, tasks=leaves, scorer=scorer, batch_size=32, data={}, metadata={}, **common)
+    results = execute(RunStore.create(out / "run", spec), scorer, TASKS, list(leaves), manager=manager, seconds={}, **common)
+    write_report(compare(load_runs(out / "run"), Policy()), out / "report")
     return source, summarise(results)
+
+
+def _fit(models: tuple[LoadedModel, LoadedModel], source: str, out: Path, bar: Any) -> Path:
+    """Calibrate on the embedded world and fit the paper's ridge."""
+    from kvbench.calibration.corpus import load_texts, pack
+    from kvbench.calibration.harvest import Harvest, HarvestSettings
+    from kvbench.calibration.moments import Calibration
+    from kvbench.mappers.artifact import save_mapper
+    from kvbench.mappers.ridge import Ridge
+
+    blocks = pack(load_texts("embedded:world"), models[1].tokenizer, sequences=SEQUENCES, heldout=HELDOUT, seq_len=SEQ_LEN, seed=0)
+    harvest = Harvest(*models, blocks, {"name": "embedded:world", "seed": 0}, HarvestSettings(stride=STRIDE, batch_size=16), out / "moments")
+    step = bar.add_task(f"{source}: calibrating", total=0, unit="tokens", speed="")
+    harvest.run(lambda done, total: bar.update(step, completed=done, total=total))
+    calibration, recipe = Calibration(out / "moments"), Ridge(k=min(K, models[0].layers))
+    save_mapper(recipe.fit(calibration), out / "ridge", recipe=recipe.configuration(), calibration=calibration.manifest)
+    return out / "ridge"
 
 
 def _format(cell: Cell) -> tuple[str, str, str]:

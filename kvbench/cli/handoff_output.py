@@ -37,42 +37,13 @@ def turns_frame(figures: HandoffFigures) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def draw_figures(figures: HandoffFigures, stored: Handoff) -> list[Figure]:
-    """F1 by turn, and drift. Turns that few conversations reach are left to the table, unless there are no others."""
-    from kvbench.reporting.curves import Curve, curves
-    from kvbench.reporting.figures import handoff_figure
-    from kvbench.stats import MIN_CLUSTERS
-
-    solid = [t for t in figures.turns if not t.few]
-    shown = solid or figures.turns
-    last = max(t.turn for t in shown)
-    lines: list[Curve] = []
-    colour = 0
-    for protocol, arm in dict.fromkeys((t.protocol, t.arm) for t in shown):
-        own = [t for t in shown if (t.protocol, t.arm) == (protocol, arm)]
-        alone = protocol == arm
-        lines.append(
-            Curve(
-                series(protocol, arm),
-                [float(t.turn) for t in own],
-                [100 * t.f1 for t in own],
-                colour=None if alone else colour,
-                dashed=protocol == "source" or arm == "own prefill",
-            )
-        )
-        colour += not alone
-    caption = "Mean F1 against the gold answers, by turn." + (f" Turns with at least {MIN_CLUSTERS} conversations." if solid else "")
-    found = [curves("handoff_f1", "F1 by turn", caption, lines, x_label="turn", y_label="F1, %")]
-    drift = handoff_figure(stored.model_copy(update={"turns": tuple(t for t in stored.turns if t.turn <= last)}))
-    return found if drift is None else [*found, drift]
-
-
 def write_figures(directory: Path, figures: HandoffFigures, stored: Handoff) -> None:
     """Figures as SVG, PNG and CSV; all figures of all turns as turns.csv; everything, reasons included, as summary.json.
 
     Raises:
         KVBenchError: the disk is full.
     """
+    from kvbench.reporting.handoff_panels import handoff_figures
     from kvbench.runs.files import write_whole
     from kvbench.stats import as_json
     from kvbench.storage import dump_json
@@ -80,7 +51,7 @@ def write_figures(directory: Path, figures: HandoffFigures, stored: Handoff) -> 
     summary, frame = dump_json(as_json(figures)), turns_frame(figures)
     write_whole(directory / "summary.json", lambda path: path.write_text(summary, encoding="utf-8"))
     write_whole(directory / "turns.csv", lambda path: frame.to_csv(path, index=False))
-    for figure in draw_figures(figures, stored):
+    for figure in handoff_figures(stored):
         _write_figure(directory, figure)
 
 

@@ -119,6 +119,20 @@ def overlays(
     return [_write_overlay(leaves[name], plan, out) for name, plan in plans.items()]
 
 
+def tasks_with_data(data_dir: Path) -> list[str]:
+    """Which tasks of `kvxfer_suite` a folder has rows for; MMLU as `mmlu_available`, unless all of it is there.
+
+    Raises:
+        BadInputError: the folder does not exist.
+    """
+    if not data_dir.is_dir():
+        raise BadInputError(f"the data folder '{data_dir}' does not exist; give the folder that holds <task>/<split>.jsonl")
+    leaves = find_definitions(["kvxfer_suite"]).leaves
+    there = [name for name, leaf in leaves.items() if not _plan(leaf, data_dir.resolve(), leaf.num_fewshot).missing]
+    names = [name for name in there if not name.startswith("mmlu_")]
+    return names + ([AVAILABLE] if len(names) < len(there) else [])
+
+
 def data_fingerprint(overlay: Overlay) -> str:
     """SHA-256 over the files of a task, by split; where they lie does not count. Without files: of nothing."""
     sums = {split: sha256_of(file) for split, file in overlay.files.items()}
@@ -130,10 +144,10 @@ def _plan(leaf: Leaf, data_dir: Path, num_fewshot: int) -> _Plan:
     dataset, name = config.get("dataset_path"), config.get("dataset_name")
     if "class" in config:
         return _Plan({}, {}, missing="defined in Python, it loads its data itself")
-    if not isinstance(dataset, str):
-        # Data made in code; only kvbench's own is known to need no network.
+    if not isinstance(dataset, str) or not dataset:
+        # Of data made in code, only that of kvbench's own tasks is known to need no network.
         return _Plan({}, {}, missing="" if leaf.path.is_relative_to(tasks_directory()) else "it makes its data in code")
-    if dataset in _LOCAL or Path(dataset).is_dir():
+    if dataset in _LOCAL or dataset.startswith(("/", ".")):
         return _Plan({}, _own_files(config))
     folder = _folder(leaf.name, dataset, name, data_dir)
     splits = {kind: config.get(f"{kind}_split") for kind in ("training", "validation", "test", "fewshot")}

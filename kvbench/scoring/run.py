@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from kvbench.pairs.pins import pin
 from kvbench.runs import ArmSpec, ModelSpec, RunSpec, RunStore, TaskResult, TaskSpec, rows_from_lm_eval
 from kvbench.runs.provenance import collect
 from kvbench.scoring.arms import Arm
-from kvbench.scoring.evaluate import evaluate_arms
+from kvbench.scoring.evaluate import Results, evaluate_arms
 from kvbench.scoring.scorer import SharedScorer
 from kvbench.storage import dump_json, utc_now
 
@@ -114,7 +115,7 @@ def execute(
     gen_kwargs: str | None,
     seed: int,
     seconds: Mapping[str, float],
-) -> RunStore:
+) -> dict[str, Results]:
     """Evaluate all arms and store everything.
 
     Args:
@@ -130,6 +131,9 @@ def execute(
         gen_kwargs: as lm-eval's.
         seed: few-shot sampling seed.
         seconds: time spent before, by stage, for the provenance.
+
+    Returns:
+        Arm name -> lm-eval's results.
     """
     import time
 
@@ -154,9 +158,9 @@ def execute(
         for task in leaves:
             directions = result.get("higher_is_better", {}).get(task, {})
             store.write_samples(task, arm, rows_from_lm_eval(result["samples"][task], task, arm, higher_is_better=directions))
-            metrics = {k: float(v) for k, v in result["results"][task].items() if "," in k and "stderr" not in k and isinstance(v, int | float)}
+            metrics: dict[str, float | None] = {k: float(v) for k, v in result["results"][task].items() if "," in k and "stderr" not in k and isinstance(v, int | float)}
             figures.append(TaskResult(task=task, arm=arm, n=len(result["samples"][task]), metrics=metrics, higher_is_better=directions))
-        _native_files(trackers[arm], dict(result), store.lm_eval_directory(arm))
+        _native_files(trackers[arm], result, store.lm_eval_directory(arm))
     store.write_results(figures)
     costs = asdict(scorer.engine.costs)
     notes = []
@@ -169,7 +173,7 @@ def execute(
     store.finish(collect(started_utc=started, cost={**costs, "seconds": {**seconds, "evaluate": time.perf_counter() - clock}}, notes=notes))
     if scorer.journal is not None:
         scorer.journal.remove()
-    return store
+    return results
 
 
 def _native_files(tracker: Any, result: dict[str, Any], directory: Path) -> None:
@@ -181,6 +185,8 @@ def _native_files(tracker: Any, result: dict[str, Any], directory: Path) -> None
     import shutil
 
     shutil.rmtree(directory, ignore_errors=True)
+    # lm-eval's writer rewrites what it is given, and the caller still reads it.
+    result = copy.deepcopy(result)
     samples = result.pop("samples")
     logging.getLogger("lm_eval.loggers.evaluation_tracker").setLevel(logging.ERROR)
     tracker.save_results_aggregated(results=result, samples=samples)

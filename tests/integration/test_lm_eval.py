@@ -142,14 +142,20 @@ metric_list:
 metadata:
   version: 1.0
 """
+ROLLING_DATA = """
+from datasets import Dataset
+from kvbench.embedded.corpus import calibration_texts
+
+
+def documents(**kwargs):
+    return {"test": Dataset.from_list([{"text": t} for t in calibration_texts(documents=3)])}
+"""
 
 
 @pytest.fixture
 def rolling(tmp_path: Path) -> Any:
     (tmp_path / "rolling.yaml").write_text(ROLLING)
-    (tmp_path / "rolling.py").write_text(
-        "from datasets import Dataset\nfrom kvbench.embedded.corpus import calibration_texts\n\n\ndef documents(**kwargs):\n    return {'test': Dataset.from_list([{'text': t} for t in calibration_texts(documents=3)])}\n"
-    )
+    (tmp_path / "rolling.py").write_text(ROLLING_DATA)
     return task_manager(["tiny_rolling"], [tmp_path])
 
 

@@ -142,7 +142,7 @@ def test_identity_on_a_self_pair_equals_the_model(tiny):
 
 
 def test_identity_between_unequal_depths_is_refused(tiny):
-    with pytest.raises(BadInputError, match="2 layers.*3"):
+    with pytest.raises(BadInputError, match=r"2 layers.*3"):
         mapper_arm("identity", tiny(layers=2), tiny(layers=3))
 
 
