@@ -55,17 +55,15 @@ def evaluate(
     from kvbench.runs import RunStore
     from kvbench.scoring.arms import mapper_arm, own_prefill
     from kvbench.scoring.engine import TransferEngine
-    from kvbench.scoring.evaluate import task_manager
     from kvbench.scoring.journal import Journal
     from kvbench.scoring.run import JOURNAL, arm_spec, execute, leaf_tasks, run_spec
     from kvbench.scoring.scorer import SharedScorer
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    task_metadata = _metadata(metadata, target)
+    task_metadata = _metadata(metadata, source, target)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvbench-tasks-") as folder:
-        fingerprints, include = _local(names, data_dir, Path(folder), include_path)
-        manager = task_manager(names, include, metadata=task_metadata)
+        manager, fingerprints = _manager(names, data_dir, Path(folder), include_path or [], num_fewshot, task_metadata)
         leaves = leaf_tasks(manager, names)
         models = opt.load_pair(
             source,
@@ -124,10 +122,11 @@ def evaluate(
     _print(store, engine.costs, json)
 
 
-def _metadata(settings: list[str] | None, target: str) -> dict[str, Any]:
+def _metadata(settings: list[str] | None, source: str, target: str) -> dict[str, Any]:
+    """What tasks that depend on the tokenizer are built from; lm-eval's own command passes its model arguments likewise."""
     from kvbench.errors import BadInputError
 
-    values: dict[str, Any] = {"tokenizer": target}
+    values: dict[str, Any] = {"pretrained": target, "source": source}
     for setting in settings or []:
         key, separator, value = setting.partition("=")
         if not separator:
@@ -136,9 +135,24 @@ def _metadata(settings: list[str] | None, target: str) -> dict[str, Any]:
     return values
 
 
-def _local(names: list[str], data_dir: Path | None, folder: Path, include: list[Path] | None) -> tuple[dict[str, str], list[Path]]:
-    """Task files for local rows: fingerprints by task, and all folders to look for tasks in."""
-    return {}, list(include or [])
+def _manager(
+    names: list[str], data_dir: Path | None, folder: Path, include: list[Path], num_fewshot: int | None, metadata: dict[str, Any]
+) -> tuple[Any, dict[str, str]]:
+    """lm-eval's task manager, over local rows where they are given, and their fingerprints by task."""
+    from kvbench.scoring.evaluate import task_manager
+
+    if data_dir is None:
+        return task_manager(names, include, metadata=metadata), {}
+    from lm_eval.tasks import TaskManager
+
+    from kvbench.scoring.offline import data_fingerprint, overlays
+
+    laid = overlays(names, data_dir, folder, include=include, num_fewshot=num_fewshot)
+    for overlay in laid:
+        if overlay.note:
+            opt.say(f"{overlay.task}: {overlay.note}")
+    manager = TaskManager(include_path=[str(folder)], include_defaults=False, metadata=metadata)
+    return manager, {overlay.task: data_fingerprint(overlay) for overlay in laid}
 
 
 def _print(store: RunStore, costs: Costs, as_json: bool) -> None:

@@ -29,7 +29,7 @@ def handoff_figures(found: Handoff) -> list[Figure]:
     reliable = [turn for turn in found.turns if turn.n >= MIN_CLUSTERS]
     note = f" Turns that at least {MIN_CLUSTERS} conversations reach." if 0 < len(reliable) < len(found.turns) else ""
     shown = reliable or list(found.turns)
-    drift = "F1 of the target alone minus F1 of the arm: above zero, it loses. Bands are 95 % intervals, whole conversations resampled."
+    drift = "F1 of the target alone minus F1 of the arm: above zero, it loses. Bars are 95 % intervals, whole conversations resampled."
     return [
         _panels("handoff_f1", "F1 by turn", f"Mean F1 against the gold answers.{note}", found, shown, "F1, %", lambda t: 100 * t.f1),
         _panels(
@@ -60,7 +60,7 @@ def _panels(
             for arm in arms:
                 turns = sorted((t for t in shown if t.arm == arm and t.protocol in (panel, arm)), key=lambda t: t.turn)
                 if turns:
-                    _line(axes, turns, value, *_style(arm, coloured), banded=drift and arm not in ALONE)
+                    _line(axes, turns, value, _style(arm, coloured), _shift(arm, coloured), bars=drift and arm not in ALONE)
             axes.set_title(panel, fontsize=9)
             axes.set_xlabel("turn")
             axes.xaxis.get_major_locator().set_params(integer=True)
@@ -84,14 +84,20 @@ def _style(arm: str, coloured: Sequence[str]) -> tuple[str, str, str]:
     return PALETTE[index % len(PALETTE)], "-", MARKERS[(index + 2) % len(MARKERS)]
 
 
+def _shift(arm: str, coloured: Sequence[str]) -> float:
+    """Arms stand side by side at a turn, so that one does not hide another's interval."""
+    return 0.0 if arm in ALONE else 0.12 * (coloured.index(arm) - (len(coloured) - 1) / 2)
+
+
 def _line(
-    axes: Axes, turns: Sequence[HandoffTurn], value: Callable[[HandoffTurn], float | None], colour: str, style: str, marker: str, *, banded: bool
+    axes: Axes, turns: Sequence[HandoffTurn], value: Callable[[HandoffTurn], float | None], style: tuple[str, str, str], shift: float, *, bars: bool
 ) -> None:
+    colour, dash, marker = style
     points = [(t, y) for t in turns if (y := value(t)) is not None]
-    axes.plot(
-        [t.turn for t, _ in points], [y for _, y in points], style, color=colour, marker=marker, markersize=4, linewidth=1.6, label=points[0][0].arm
-    )
-    bounds = [(t.turn, 100 * t.lower, 100 * t.upper) for t, _ in points if t.lower is not None and t.upper is not None]
-    if banded and bounds:
-        x, lower, upper = zip(*bounds, strict=True)
-        axes.fill_between(x, lower, upper, color=colour, alpha=0.15, linewidth=0)
+    x, label = [t.turn + shift for t, _ in points], points[0][0].arm
+    axes.plot(x, [y for _, y in points], dash, color=colour, marker=marker, markersize=4, linewidth=1.6, label=label)
+    if bars:
+        # Bars, not bands: a turn may have no interval, and turns of `alternate` are not of one kind.
+        for t, _ in points:
+            if t.lower is not None and t.upper is not None:
+                axes.plot([t.turn + shift] * 2, [100 * t.lower, 100 * t.upper], color=colour, linewidth=1.1, alpha=0.7)

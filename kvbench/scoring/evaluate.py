@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import BadInputError
-from kvbench.paths import tasks_directory
 from kvbench.scoring.arms import Arm
 from kvbench.scoring.lm import KVTransferLM
 from kvbench.scoring.scorer import SharedScorer
+from kvbench.scoring.taskfiles import find_definitions
 
 Results = dict[str, Any]
 
 
 def task_manager(tasks: Sequence[str], include: Sequence[Path] = (), metadata: Mapping[str, Any] | None = None) -> Any:
-    """lm-eval's task manager with kvbench's own tasks and the user's folders.
+    """lm-eval's task manager with kvbench's own tasks, the user's folders, and the stock folders that the names need.
 
-    lm-eval's index of its stock tasks takes many seconds to build, so it is left out where every name is found without it.
+    lm-eval's index of all its stock tasks takes many seconds to build, so only what is named is looked up.
 
     Raises:
         BadInputError: a folder that does not exist, no task, or an unknown one.
@@ -30,13 +30,8 @@ def task_manager(tasks: Sequence[str], include: Sequence[Path] = (), metadata: M
             raise BadInputError(f"task folder '{path}' does not exist")
     if not tasks:
         raise BadInputError("no task given; name one or more with --tasks")
-    folders = [str(path) for path in (tasks_directory(), *include)]
-    for defaults in (False, True):
-        manager = TaskManager(include_path=folders, include_defaults=defaults, metadata=dict(metadata or {}))
-        unknown = [name for name in tasks if not manager.match_tasks([name])]
-        if not unknown:
-            return manager
-    raise BadInputError(f"unknown task '{unknown[0]}'; 'kvbench tasks ls' lists kvbench's own, 'lm_eval ls tasks' the stock ones")
+    found = find_definitions(list(tasks), include)
+    return TaskManager(include_path=[str(path) for path in found.folders], include_defaults=False, metadata=dict(metadata or {}))
 
 
 def evaluate_arms(

@@ -18,7 +18,9 @@ from kvbench.pairs.check import check_pair
 from kvbench.pairs.gates import run_gates
 from kvbench.pairs.locate import load_config, resolve
 from kvbench.pairs.models import LoadedModel, load_model
+from kvbench.pairs.tokenizers import tokenizer_fingerprint
 from kvbench.scoring.arms import Arm, mapper_arm, own_prefill
+from kvbench.scoring.carried import carried_tokens
 from kvbench.scoring.engine import TransferEngine
 from kvbench.scoring.generation import GenerationSettings
 from kvbench.scoring.scorer import SharedScorer
@@ -183,6 +185,7 @@ class KVTransferLM(HFLM):  # type: ignore[misc]
 
     _from_command = False
     _shared = False
+    _tokenizer_fingerprint: str | None = None
 
     def _create_model(self, pretrained: str, gguf_file: str | None = None, dtype: Any = "auto", **kwargs: Any) -> None:
         """As lm-eval does, but a GGUF file is unpacked, so that the asked dtype is the computing dtype."""
@@ -216,10 +219,21 @@ class KVTransferLM(HFLM):  # type: ignore[misc]
             self.scorer.encoded[key] = super().tok_encode(string, add_special_tokens, left_truncate_len)
         return self.scorer.encoded[key]
 
+    @_no_traceback
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """As lm-eval does; behind a shared scorer without its tokenising bar."""
-        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm or self._shared)
-        return answers
+        """As lm-eval does, but items that carry their token ids (prefix perplexity) are scored on exactly those."""
+        carried = [carried_tokens(r.doc, r.args[0], fingerprint=self._fingerprint, max_length=self.max_length) for r in requests]
+        as_text = [request for request, ids in zip(requests, carried, strict=True) if ids is None]
+        as_ids = [(request.args, *ids) for request, ids in zip(requests, carried, strict=True) if ids is not None]
+        quiet = disable_tqdm or self._shared
+        from_text = iter(super().loglikelihood(as_text, disable_tqdm=quiet) if as_text else [])
+        from_ids = iter(self._loglikelihood_tokens(as_ids, disable_tqdm=quiet) if as_ids else [])
+        return [next(from_text) if ids is None else next(from_ids) for ids in carried]
+
+    def _fingerprint(self) -> str:
+        if self._tokenizer_fingerprint is None:
+            self._tokenizer_fingerprint = tokenizer_fingerprint(self.tokenizer)
+        return self._tokenizer_fingerprint
 
     @_no_traceback
     def _loglikelihood_tokens(

@@ -158,7 +158,9 @@ def execute(
         for task in leaves:
             directions = result.get("higher_is_better", {}).get(task, {})
             store.write_samples(task, arm, rows_from_lm_eval(result["samples"][task], task, arm, higher_is_better=directions))
-            metrics: dict[str, float | None] = {k: float(v) for k, v in result["results"][task].items() if "," in k and "stderr" not in k and isinstance(v, int | float)}
+            metrics: dict[str, float | None] = {
+                k: float(v) for k, v in result["results"][task].items() if "," in k and "stderr" not in k and isinstance(v, int | float)
+            }
             figures.append(TaskResult(task=task, arm=arm, n=len(result["samples"][task]), metrics=metrics, higher_is_better=directions))
         _native_files(trackers[arm], result, store.lm_eval_directory(arm))
     store.write_results(figures)

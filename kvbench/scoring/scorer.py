@@ -31,7 +31,11 @@ AUTO_BATCH = 32
 def tqdm_bar(description: str, total: int) -> Iterator[Progress]:
     """lm-eval's kind of progress bar."""
     with tqdm(total=total, desc=description, disable=total == 0) as bar:
-        yield lambda n: None if bar.update(n) else None
+
+        def step(n: int) -> None:
+            bar.update(n)
+
+        yield step
 
 
 class SharedScorer:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from kvbench.errors import BadInputError
 from kvbench.scoring.offline import AVAILABLE, Overlay, data_fingerprint, overlays, tasks_with_data
 from kvbench.scoring.taskfiles import find_definitions
@@ -103,7 +104,9 @@ def test_a_group_without_all_its_data_names_what_is_missing_and_what_is_there(la
     write("mmlu/astronomy/dev.jsonl", *[MMLU] * 5)
     write("mmlu/astronomy/test.jsonl", MMLU)
     write("arc_easy/test.jsonl", ARC)
-    with pytest.raises(BadInputError, match=r"no local data for \d+ of 66 tasks: arc_challenge \(arc_challenge/test.jsonl\).*--tasks arc_easy,mmlu_available"):
+    with pytest.raises(
+        BadInputError, match=r"no local data for \d+ of 66 tasks: arc_challenge \(arc_challenge/test.jsonl\).*--tasks arc_easy,mmlu_available"
+    ):
         lay("kvxfer_suite")
 
 
@@ -183,7 +186,7 @@ def test_tasks_that_cannot_run_are_refused(lay, tasks: Sequence[str], message):
 
 def test_folders_that_cannot_be_used_are_refused(data, write, tmp_path):
     write("arc_easy/test.jsonl", ARC)
-    with pytest.raises(BadInputError, match="the data folder '.*nowhere' does not exist"):
+    with pytest.raises(BadInputError, match=r"the data folder '.*nowhere' does not exist"):
         overlays(["arc_easy"], tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "file").write_text("x")
     with pytest.raises(BadInputError, match="is a file"):
