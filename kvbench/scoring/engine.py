@@ -167,6 +167,10 @@ class TransferEngine:
             target.keys[rows, :, start : start + width].copy_(keys[:, :width].transpose(1, 2))
             target.values[rows, :, start : start + width].copy_(values[:, :width].transpose(1, 2))
 
+    def map_into(self, cache: PrefixCache, rows: slice, start: int, arm: Arm, model: LoadedModel, kv: RotatedKV, reader: LoadedModel) -> None:
+        """Strip a cache of `reader`, map it with `arm`, rotate and write it into `cache`: the transfer itself, without any prefill."""
+        self._write(cache, rows, start, arm, model, to_content(kv, reader.rope, strip=not arm.mapper.rotated))
+
     def _header_kv(self, role: str, header: Tokens) -> RotatedKV:
         """A model's own cache of a header, prefilled once and kept."""
         key = (role, "", header)

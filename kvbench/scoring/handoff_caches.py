@@ -100,7 +100,7 @@ def mapped(mapper: Mapper, kv: RotatedKV, reader: LoadedModel, writer: LoadedMod
         starts = torch.zeros_like(kv.lengths)
     else:
         behind = _first_rows(behind, len(kv.lengths))
-        starts = behind.lengths
+        starts = behind.lengths.to(kv.lengths.device)
         kv = _behind(kv, starts)
     costs.mapped += int(kv.lengths.sum())
     positions = starts[:, None] + torch.arange(kv.tokens, device=starts.device)
