@@ -87,13 +87,14 @@ def calibration(bench: Bench) -> tuple[float, float]:
 
 def _scoring(bench: Bench, tasks: list[str], limit: int, batch_size: int) -> tuple[float, float]:
     import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
     from kvbench.scoring.arms import mapper_arm, own_prefill
     from kvbench.scoring.engine import TransferEngine
     from kvbench.scoring.evaluate import evaluate_arms
     from kvbench.scoring.offline import overlays
     from kvbench.scoring.scorer import SharedScorer
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
     folder = bench.scratch / "tasks"
     overlays(tasks, bench.data, folder)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as json_module
+import shutil
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,21 +19,37 @@ def fit(
     recipe: Annotated[str, typer.Option(help="Recipe name, module:Class, or a recipe YAML file.")] = "ridge",
     settings: Annotated[list[str] | None, typer.Option("--set", help="A setting of the recipe, e.g. --set k=8 --set lambda=0.01.")] = None,
     weights_dtype: Annotated[str, typer.Option(help="Storage of the weights: float32, float16 or bfloat16.")] = "float32",
+    device: opt.Device = "cpu",
+    trust_remote_code: opt.Trust = False,
     json: opt.Json = False,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Fit a mapper on stored moments. No model is loaded for closed forms; another k or lambda costs seconds."""
+    """Fit a mapper on stored moments. No model is loaded for closed forms; another k or lambda costs seconds.
+
+    Recipes that train keep their state in OUT.partial and go on from it when the same command is given again.
+    """
+    opt.quiet_libraries()
     from kvbench.calibration.moments import Calibration
     from kvbench.errors import BadInputError
     from kvbench.mappers.artifact import save_mapper
     from kvbench.mappers.recipes import load_recipe
+    from kvbench.mappers.training import report_to_stderr
 
     if out.exists() and not overwrite:
         raise BadInputError(f"'{out}' exists already; choose another --out or pass --overwrite")
     chosen = load_recipe(recipe, settings or [])
     calibration = Calibration(moments)
-    mapper = chosen.fit(calibration)
+    models = opt.models_of(calibration, device=device, trust_remote_code=trust_remote_code) if chosen.needs_models else None
+    partial = out.with_name(out.name + ".partial") if chosen.needs_models else None
+    if partial is not None and partial.exists():
+        opt.say(f"going on with the unfinished fit in '{partial}'")
+    with warnings.catch_warnings():
+        # The fit is described below, p/n and its warning included.
+        warnings.filterwarnings("ignore", message=".*features per target coordinate but only")
+        mapper = chosen.fit(calibration, models=models, progress=report_to_stderr, checkpoint=partial)
     manifest = save_mapper(mapper, out, recipe=chosen.configuration(), calibration=calibration.manifest, dtype=weights_dtype, overwrite=overwrite)
+    if partial is not None:
+        shutil.rmtree(partial, ignore_errors=True)
     if json:
         print(json_module.dumps(summary(manifest.model_dump()), indent=2, sort_keys=True))
         return
@@ -43,7 +61,9 @@ def fit(
 def summary(manifest: dict[str, Any]) -> dict[str, Any]:
     """The figures of a fit, averaged over target layers."""
     fitted = manifest["fit"]
-    means = {name: sum(values) / len(values) for name, values in fitted.items() if name.startswith("r2_") and values}
+    # A layer whose coordinates do not vary has no R2 and counts for nothing.
+    defined = {name: [v for v in values if v is not None] for name, values in fitted.items() if name.startswith("r2_")}
+    means = {name: sum(values) / len(values) for name, values in defined.items() if values}
     return {
         "recipe": manifest["recipe"],
         "source": manifest["source"]["name"],

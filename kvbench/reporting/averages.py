@@ -58,14 +58,12 @@ def average_pair(
         difference, retention, floor = only.difference, only.retention, only.floor_normalised
     else:
         difference = Estimate.of(means[0] - means[1], _difference_interval(chosen, arm, reference, policy))
-        # Where the reference is near chance, replicates of two tasks can be infinite with opposite signs; the interval is then unbounded.
-        with np.errstate(invalid="ignore"):
-            kept = average_retention(
-                {data.view.id: TaskScores(data.scores[arm], data.scores[reference], data.view.chance, data.groups) for data in chosen},
-                rng=generator(policy, "average retention", arm, reference),
-                level=policy.level,
-                resamples=policy.resamples,
-            )
+        kept = average_retention(
+            {data.view.id: TaskScores(data.scores[arm], data.scores[reference], data.view.chance, data.groups) for data in chosen},
+            rng=generator(policy, "average retention", arm, reference),
+            level=policy.level,
+            resamples=policy.resamples,
+        )
         retention, floor = Estimate.of(kept.value, kept.interval), Estimate.of(kept.floor_normalised, kept.floor_normalised_interval)
     return AverageView(
         arm=arm,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvbench.reporting.curves import Curve, curves, heatmaps, scatter
+from kvbench.reporting.handoff_panels import handoff_figures
 from kvbench.reporting.plots import AVERAGE, Bar, Figure, Flips, flips, forest
 from kvbench.reporting.view import Comparison, PairView, TaskView
-from kvbench.runs.measured import Diagnostics, Handoff, Latency, Sweep
+from kvbench.runs.measured import Diagnostics, Latency, Sweep
 
 
 def forest_figure(comparison: Comparison) -> Figure | None:
@@ -145,27 +146,6 @@ def latency_figures(found: Latency, comparison: Comparison) -> list[Figure]:
     return figures
 
 
-def handoff_figure(found: Handoff) -> Figure | None:
-    """Drift by turn."""
-    lines: list[Curve] = []
-    for protocol, arm in dict.fromkeys((turn.protocol, turn.arm) for turn in found.turns if turn.drift is not None):
-        turns = sorted((t for t in found.turns if (t.protocol, t.arm) == (protocol, arm) and t.drift is not None), key=lambda t: t.turn)
-        lines.append(
-            Curve(
-                arm if protocol == arm else f"{arm}, {protocol}",
-                [float(t.turn) for t in turns],
-                [100 * (t.drift or 0.0) for t in turns],
-                [None if t.lower is None else 100 * t.lower for t in turns],
-                [None if t.upper is None else 100 * t.upper for t in turns],
-                colour=len(lines),
-            )
-        )
-    if not lines:
-        return None
-    caption = "F1 of the target alone minus F1 after the handoff, by turn; above zero, the handoff loses. Bands resample whole conversations."
-    return curves("drift", "Handoff drift by turn", caption, lines, x_label="turn", y_label="drift, percentage points of F1", zero=True)
-
-
 def _colour_of(arm: str, comparison: Comparison, default: int | None = None) -> int | None:
     """An arm has one colour in all figures; target, source and re-prefill are grey."""
     return comparison.mappers.index(arm) if arm in comparison.mappers else default
@@ -205,8 +185,7 @@ def all_figures(comparison: Comparison) -> dict[str, Sequence[Figure]]:
         here: dict[str, list[Figure]] = {"diagnostics": diagnostics_figures(extras.diagnostics, comparison) if extras.diagnostics is not None else []}
         here["sweep"] = [sweep_figure(extras.sweep, comparison)] if extras.sweep is not None and extras.sweep.points else []
         here["latency"] = latency_figures(extras.latency, comparison) if extras.latency is not None and extras.latency.points else []
-        drift = handoff_figure(extras.handoff) if extras.handoff is not None else None
-        here["handoff"] = [drift] if drift is not None else []
+        here["handoff"] = handoff_figures(extras.handoff) if extras.handoff is not None else []
         for section, figures in here.items():
             found[section] += [replace(figure, name=f"{figure.name}_run{number + 1}") if number else figure for figure in figures]
     return dict(found)

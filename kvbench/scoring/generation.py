@@ -144,7 +144,7 @@ def generate(
                 batch.header, [p.prefix for p in members], [shuffled[i] for i in batch.members], held + min(ROOM, settings.max_new_tokens)
             )
             for (model, arms), filled in zip(engine.answering(), stacks, strict=True):
-                tokens = _decode(model, filled, members, settings)
+                tokens = decode(model, filled, members, settings)
                 for a, arm in enumerate(arms):
                     for row, index in enumerate(batch.members):
                         results[arm.name][chosen[index]] = tokens[a * len(members) + row]
@@ -163,7 +163,12 @@ def end_ids(model: LoadedModel) -> set[int]:
 
 
 @torch.no_grad()
-def _decode(model: LoadedModel, filled: FilledPrefixes, members: Sequence[Prompt], settings: GenerationSettings) -> list[list[int]]:
+def decode(model: LoadedModel, filled: FilledPrefixes, members: Sequence[Prompt], settings: GenerationSettings) -> list[list[int]]:
+    """Decode all rows of a stack in step; the cache keeps what was generated.
+
+    Returns:
+        Token ids per row, arm by arm, end-of-sequence token removed.
+    """
     copies, device = len(filled.arms), model.device
     rows = copies * len(members)
     starts = torch.tensor([len(p.prefix) for p in members] * copies, device=device)

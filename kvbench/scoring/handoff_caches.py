@@ -13,7 +13,7 @@ from kvbench.pairs.models import LoadedModel, Query, write_prefix
 from kvbench.scoring.arms import Answering, own_prefill
 from kvbench.scoring.batching import Tokens
 from kvbench.scoring.engine import Costs, FilledPrefixes
-from kvbench.scoring.generation import ROOM, GenerationSettings, Prompt, _decode
+from kvbench.scoring.generation import ROOM, GenerationSettings, Prompt, decode
 
 
 @torch.no_grad()
@@ -143,7 +143,7 @@ def answered(
         write_prefix(cache, kv, slice(start, start + len(members)), 0)
         start += len(members)
     lengths = torch.cat([kv.lengths.to(model.device) for kv, _ in stacks])
-    tokens = _decode(model, FilledPrefixes((own_prefill(role, model),), cache, 0, padded, lengths), prompts, settings)
+    tokens = decode(model, FilledPrefixes((own_prefill(role, model),), cache, 0, padded, lengths), prompts, settings)
     found, start = [], 0
     for _, members in stacks:
         found.append(tokens[start : start + len(members)])

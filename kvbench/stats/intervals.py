@@ -171,10 +171,13 @@ def average_draws(draws: Sequence[Draws]) -> Draws:
         acceleration is that of all influences together, each over the size of its own sample.
     """
     count = len(draws)
+    # Where one task's resample is +inf and another's -inf (references at chance), their average is NaN: out of bounds, like either.
+    with np.errstate(invalid="ignore"):
+        replicates = np.sum([draw.replicates for draw in draws], axis=0) / count
     units = sorted({draw.unit for draw in draws})
     return Draws(
         observed=math.fsum(draw.observed for draw in draws) / count,
-        replicates=np.sum([draw.replicates for draw in draws], axis=0) / count,
+        replicates=replicates,
         influence=np.concatenate([draw.influence for draw in draws]) / count,
         unit=" and ".join(units) + " within each task",
         degrees=sum(draw.degrees for draw in draws),

@@ -21,7 +21,7 @@ from kvbench.errors import BadInputError
 from kvbench.reporting import Comparison, Policy, compare, write_report
 from kvbench.runs import load_runs
 
-FIGURES = ("retention", "against_source", "flips", "r2_0", "cosine", "sweep", "latency", "accuracy_latency", "drift")
+FIGURES = ("retention", "against_source", "flips", "r2_0", "cosine", "sweep", "latency", "accuracy_latency", "handoff_f1", "handoff_drift")
 
 
 def test_all_files_are_there_and_sums_hold(full_report: Path) -> None:
@@ -88,7 +88,7 @@ def test_sections_without_data_say_what_fills_them(tmp_path: Path) -> None:
     page = write_report(compare(load_runs(tmp_path / "run"), Policy(resamples=1000)), tmp_path / "out").read_text()
     for command in ("kvbench diagnose", "kvbench sweep", "kvbench latency", "kvbench handoff"):
         assert f"Fill this section with <code>{command}" in page
-    assert not (tmp_path / "out" / "figures" / "drift.svg").exists()
+    assert not (tmp_path / "out" / "figures" / "handoff_drift.svg").exists()
 
 
 def test_text_of_items_cannot_break_the_page(tmp_path: Path) -> None:

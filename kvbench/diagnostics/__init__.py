@@ -1,0 +1,1 @@
+"""What a mapper does to the target, beyond its score."""
