@@ -38,6 +38,7 @@ def calibrate(
     target_revision: opt.TargetRevision = None,
     trust_remote_code: opt.Trust = False,
     gates: opt.Gates = True,
+    allow_mismatched: opt.Mismatched = False,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Run both models over text and store what every closed-form mapper needs. The same command goes on after it was killed."""
@@ -60,6 +61,7 @@ def calibrate(
         attention=attention,
         trust_remote_code=trust_remote_code,
         gates=gates,
+        allow_mismatched=allow_mismatched,
     )
     blocks = pack(texts, models[1].tokenizer, sequences=sequences, heldout=heldout, seq_len=seq_len, seed=seed if shuffle else None)
     settings = HarvestSettings(

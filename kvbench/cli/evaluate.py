@@ -25,7 +25,9 @@ def evaluate(
     mapper: Annotated[
         list[str] | None, typer.Option(help="Artifact directory, NAME=DIRECTORY, embedded:ridge, or a control; repeat for more.")
     ] = None,
-    control: Annotated[list[str] | None, typer.Option(help="Control arms; default zero and raw. Give 'none' for none.")] = None,
+    control: Annotated[
+        list[str] | None, typer.Option(help="Control arms; default zero and raw (random where KV shapes differ). Give 'none' for none.")
+    ] = None,
     include_path: Annotated[list[Path] | None, typer.Option(help="More folders with lm-eval tasks.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Local rows for stock tasks; no network is used.")] = None,
     metadata: Annotated[list[str] | None, typer.Option(help="Task metadata, e.g. prefix_tokens=512.")] = None,
@@ -47,13 +49,15 @@ def evaluate(
     target_revision: opt.TargetRevision = None,
     trust_remote_code: opt.Trust = False,
     gates: opt.Gates = True,
+    allow_mismatched: opt.Mismatched = False,
     json: opt.Json = False,
 ) -> None:
     """Evaluate target, source, mappers and controls on identical items in one pass, into a run that `kvbench report` compares."""
     opt.quiet_libraries()
     from kvbench.errors import BadInputError
+    from kvbench.mappers.artifact import caveats
     from kvbench.runs import RunStore
-    from kvbench.scoring.arms import mapper_arm, own_prefill
+    from kvbench.scoring.arms import equal_shapes, mapper_arm, own_prefill
     from kvbench.scoring.engine import TransferEngine
     from kvbench.scoring.journal import Journal
     from kvbench.scoring.run import JOURNAL, arm_spec, execute, leaf_tasks, run_spec
@@ -76,13 +80,17 @@ def evaluate(
             attention=attention,
             trust_remote_code=trust_remote_code,
             gates=gates,
+            allow_mismatched=allow_mismatched,
         )
         arms = [own_prefill("target", models[1]), own_prefill("source", models[0])]
         specs = [arm_spec(arm, None) for arm in arms]
-        controls = [c for c in (control or ["zero", "raw"]) if c != "none"]
+        standard = ["zero", "raw"] if equal_shapes(*models) else ["zero", "random"]
+        controls = [c for c in (control or standard) if c != "none"]
         for item in dict.fromkeys([*(mapper or []), *controls]):
             label, separator, location = item.partition("=")
             arm = mapper_arm(location if separator else item, *models, name=label if separator else None)
+            for name, told in caveats(arm.manifest or {}).items():
+                opt.say(f"mapper '{arm.name}': {name}: {told}")
             arms.append(arm)
             specs.append(arm_spec(arm, location if separator else item))
         reach = max_length or min(int(m.config.max_position_embeddings) for m in models)

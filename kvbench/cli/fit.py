@@ -6,11 +6,16 @@ import json as json_module
 import shutil
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvbench.cli import options as opt
+
+if TYPE_CHECKING:
+    from kvbench.calibration.moments import Calibration
+    from kvbench.mappers.base import Recipe
+    from kvbench.pairs.models import LoadedModel
 
 
 def fit(
@@ -39,7 +44,7 @@ def fit(
         raise BadInputError(f"'{out}' exists already; choose another --out or pass --overwrite")
     chosen = load_recipe(recipe, settings or [])
     calibration = Calibration(moments)
-    models = opt.models_of(calibration, device=device, trust_remote_code=trust_remote_code) if chosen.needs_models else None
+    models = models_of(calibration, device=device, trust_remote_code=trust_remote_code) if chosen.needs_models else None
     partial = out.with_name(out.name + ".partial") if chosen.needs_models else None
     if partial is not None and partial.exists():
         opt.say(f"going on with the unfinished fit in '{partial}'")
@@ -47,15 +52,39 @@ def fit(
         # The fit is described below, p/n and its warning included.
         warnings.filterwarnings("ignore", message=".*features per target coordinate but only")
         mapper = chosen.fit(calibration, models=models, progress=report_to_stderr, checkpoint=partial)
-    manifest = save_mapper(mapper, out, recipe=chosen.configuration(), calibration=calibration.manifest, dtype=weights_dtype, overwrite=overwrite)
+    manifest = save_mapper(mapper, out, recipe=recorded(chosen), calibration=calibration.manifest, dtype=weights_dtype, overwrite=overwrite)
     if partial is not None:
         shutil.rmtree(partial, ignore_errors=True)
-    if json:
-        print(json_module.dumps(summary(manifest.model_dump()), indent=2, sort_keys=True))
-        return
     for line in describe_fit(manifest.model_dump()):
         opt.say(line)
-    print(out)
+    print(json_module.dumps(summary(manifest.model_dump()), indent=2, sort_keys=True) if json else out)
+
+
+def recorded(recipe: Recipe) -> dict[str, Any]:
+    """Its configuration, its method by a name that finds it again: `module:Class` for recipes that are not registered."""
+    from kvbench.mappers.registry import known_recipes
+
+    location = f"{type(recipe).__module__}:{type(recipe).__qualname__}"
+    found = recipe.configuration()
+    return found if known_recipes().get(recipe.method) == location else {**found, "method": location}
+
+
+def models_of(calibration: Calibration, *, device: str, trust_remote_code: bool) -> tuple[LoadedModel, LoadedModel]:
+    """The models that were calibrated, loaded by the names in the manifest; their weights are compared with its fingerprints.
+
+    Raises:
+        KVBenchError: not to be had any more, or others than those calibrated.
+    """
+    from kvbench.calibration.sequences import pair_of
+    from kvbench.pairs.models import load_model
+
+    loaded = []
+    for role in ("source", "target"):
+        stored = calibration.manifest[role]
+        opt.say(f"loading {stored['name']}")
+        settings = {"revision": stored.get("revision"), "dtype": stored["dtype"], "attention": stored["attention_backend"]}
+        loaded.append(load_model(stored["name"], device=device, trust_remote_code=trust_remote_code, **settings))
+    return pair_of(calibration, (loaded[0], loaded[1]))
 
 
 def summary(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""`kvbench mapper ls | show | verify`."""
+"""`kvbench mapper ls | show | verify | import | export`."""
 
 from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,8 +53,9 @@ def ls(directory: Annotated[Path | None, typer.Argument(help="Also list the arti
 
 @app.command("show")
 def show(artifact: Artifact, json: opt.Json = False) -> None:
-    """Show what a fitted mapper is: recipe, pair, calibration, R2, pins."""
+    """Show what a fitted mapper is: recipe, pair, calibration, R2, pins, and what is unknown or experimental."""
     from kvbench.cli.fit import describe_fit
+    from kvbench.mappers.artifact import caveats
     from kvbench.scoring.arms import artifact_path
     from kvbench.storage import read_manifest
 
@@ -62,19 +63,40 @@ def show(artifact: Artifact, json: opt.Json = False) -> None:
     if json:
         print(json_module.dumps(manifest, indent=2, sort_keys=True))
         return
-    for line in describe_fit(manifest):
+    for line in _origin(manifest) if manifest.get("imported") else describe_fit(manifest):
         print(line)
-    calibration = manifest["calibration"]
-    print(
-        f"calibrated on {calibration['name']}: {calibration['sequences']} sequences of {calibration['seq_len']} tokens, stride {calibration['stride']}, "
-        f"{calibration['rows']:,} rows, seed {calibration['seed']}, tokens {calibration['fingerprint'][:16]}"
-    )
+    print(_calibration(manifest["calibration"]))
     for role in ("source", "target"):
         pin = manifest[role]
-        print(
-            f"{role} {pin['name']} revision {pin['revision'] or 'local'} config {pin['config_fingerprint'][:12]} weights {pin['weights_fingerprint'][:12]}"
-        )
+        marks = {name: (pin[f"{name}_fingerprint"] or "unknown")[:12] for name in ("config", "weights", "tokenizer")}
+        revision = pin["revision"] or ("unknown" if "revision" in pin.get("unknown", ()) else "local")
+        print(f"{role} {pin['name']} revision {revision} {' '.join(f'{name} {mark}' for name, mark in marks.items())}")
+    for name, told in caveats(manifest).items():
+        print(f"{name}: {told}")
     print(f"written {manifest['created']} by kvbench {manifest['versions']['kvbench']}")
+
+
+def _origin(manifest: dict[str, Any]) -> list[str]:
+    """What an imported map is; figures only where its format has them."""
+    imported, fit = manifest["imported"], manifest["fit"]
+    recipe = ", ".join(f"{k.rstrip('_')}={v}" for k, v in manifest["recipe"].items() if k != "method" and v is not None)
+    lines = [f"imported ({recipe}): {manifest['source']['name']} -> {manifest['target']['name']}", f"parameters {fit['parameters']:,}"]
+    for part, label in (("heldout", "held-out"), ("insample", "in-sample")):
+        found = {kind: fit.get(f"r2_{kind}_{part}") for kind in "kv"}
+        if all(found.values()):
+            means = ", ".join(f"{kind.upper()} {sum(values) / len(values):.4f}" for kind, values in found.items())
+            lines.append(f"R2 {label}: {means} (mean over target layers, as stated by {imported['format']})")
+    return [*lines, *(f"note: {note}" for note in imported["notes"])]
+
+
+def _calibration(data: dict[str, Any]) -> str:
+    """One line; what is not known says so."""
+    known = {name: "unknown" if data.get(name) is None else data[name] for name in ("name", "sequences", "seq_len", "stride", "rows", "fingerprint")}
+    rows = f"{known['rows']:,}" if isinstance(known["rows"], int) else known["rows"]
+    return (
+        f"calibrated on {known['name']}: {known['sequences']} sequences of {known['seq_len']} tokens, stride {known['stride']}, "
+        f"{rows} rows, seed {data.get('seed')}, tokens {str(known['fingerprint'])[:16]}"
+    )
 
 
 @app.command("verify")
@@ -89,3 +111,67 @@ def verify(artifact: Artifact, json: opt.Json = False) -> None:
         print(json_module.dumps({"path": str(path), "intact": True, "format_version": manifest["format_version"]}, sort_keys=True))
     else:
         print(f"{path}: intact (format version {manifest['format_version']})")
+
+
+@app.command("import")
+def import_(
+    path: Annotated[Path, typer.Argument(help="Directory in the foreign format.")],
+    out: Annotated[Path, typer.Option(help="Artifact directory to write.")],
+    kind: Annotated[str, typer.Option("--from", help="Its format: veloxquant, router or kvxfer.")],
+    source: Annotated[str | None, typer.Option(help=f"The source at hand, to pin by configuration and tokenizer: {opt.MODEL}.")] = None,
+    target: Annotated[str | None, typer.Option(help="The target at hand, likewise.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Which of several maps (kvxfer: ridge, whitened, ...).")] = None,
+    source_revision: opt.SourceRevision = None,
+    target_revision: opt.TargetRevision = None,
+    trust_remote_code: opt.Trust = False,
+    json: opt.Json = False,
+    overwrite: opt.Overwrite = False,
+) -> None:
+    """Take in a linear map that another tool fitted. What its format does not pin, name with --source and --target, or it is recorded as unknown."""
+    opt.quiet_libraries()
+    from kvbench.errors import BadInputError
+    from kvbench.mappers.artifact import caveats
+    from kvbench.mappers.foreign import import_mapper
+
+    for role, name, revision in (("source", source, source_revision), ("target", target, target_revision)):
+        if revision is not None and name is None:
+            raise BadInputError(f"--{role}-revision {revision} is given without --{role}; name the model too")
+    models = {role: (name, revision) for role, name, revision in (("source", source, source_revision), ("target", target, target_revision)) if name}
+    manifest = import_mapper(path, out, kind, models=models, variant=variant, trust_remote_code=trust_remote_code, overwrite=overwrite).model_dump()
+    if json:
+        print(json_module.dumps(manifest, indent=2, sort_keys=True))
+        return
+    for line in _origin(manifest):
+        opt.say(line)
+    for name, told in caveats(manifest).items():
+        opt.say(f"{name}: {told}")
+    print(out)
+
+
+@app.command("export")
+def export(
+    artifact: Artifact,
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    kind: Annotated[str, typer.Option("--to", help="Format: router or veloxquant.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; default as stored, so that nothing changes.")] = None,
+    source_revision: Annotated[str | None, typer.Option(help="Commit of the source to state (router).")] = None,
+    target_revision: Annotated[str | None, typer.Option(help="Commit of the target to state (router).")] = None,
+    json: opt.Json = False,
+    overwrite: opt.Overwrite = False,
+) -> None:
+    """Write a full-head linear map in another tool's format."""
+    from kvbench.mappers.foreign import export_mapper
+    from kvbench.scoring.arms import artifact_path
+
+    revisions = {"source": source_revision, "target": target_revision}
+    foreign = export_mapper(artifact_path(artifact), out, kind, dtype=dtype, revisions=revisions, overwrite=overwrite)
+    if kind == "router":
+        for role in ("source", "target"):
+            if foreign["compatibility"][f"{role}_revision"] == "unknown":
+                opt.say(
+                    f"warning: no revision of the {role} is pinned, so 'unknown' is written, which no deployment matches; give --{role}-revision COMMIT"
+                )
+    if json:
+        print(json_module.dumps(foreign, indent=2, sort_keys=True))
+    else:
+        print(out)

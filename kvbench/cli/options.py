@@ -32,6 +32,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at --out.")]
 Gates = Annotated[bool, typer.Option("--gates/--no-gates", help="Check the loaded models first.")]
 
+Mismatched = Annotated[bool, typer.Option("--allow-mismatched", help="Take models that differ in KV heads or head width (experimental).")]
+
 
 def say(text: str) -> None:
     """Talk goes to stderr; stdout is for data."""

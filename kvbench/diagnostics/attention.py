@@ -118,9 +118,7 @@ class AttentionJudge:
     def __call__(self, mappers: Sequence[Mapper]) -> list[dict[str, float]]:
         """Mean over layers, and the worst layer."""
         layers = self.per_layer(mappers)
-        return [
-            {"native attention cosine": float(cosine.mean()), "native attention cosine, worst layer": float(cosine.min())} for cosine in layers
-        ]
+        return [{"native attention cosine": float(cosine.mean()), "native attention cosine, worst layer": float(cosine.min())} for cosine in layers]
 
     def per_layer(self, mappers: Sequence[Mapper]) -> list[Tensor]:
         """`[layers]` for each mapper."""

@@ -44,6 +44,10 @@ class Manifest(BaseModel):
     """UTC time of writing."""
     versions: dict[str, str]
     """kvbench, torch, transformers."""
+    experimental: bool = False
+    """Source and target differ in KV heads or head width, which no published method covers."""
+    imported: dict[str, Any] | None = None
+    """Where a map that others fitted came from (format, directory), what its manifest said, and notes."""
 
 
 class DiskStore:
@@ -69,8 +73,34 @@ class DiskStore:
         return list(self._names)
 
 
+def caveats(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What every reader of a figure of this mapper must be told: experimental, imported, pins that are unknown."""
+    told = {}
+    if manifest.get("experimental"):
+        shapes = (f"{g['kv_heads']} x {g['head_dim']}" for g in (manifest[role]["geometry"] for role in ("source", "target")))
+        told["experimental"] = (
+            f"mismatched KV, {' -> '.join(shapes)} (KV heads x head width); no published method covers it, trust held-out results only"
+        )
+    if manifest.get("imported"):
+        told["imported from"] = str(manifest["imported"]["format"])
+        data = sorted(key for key in ("name", "fingerprint", "rows", "seed") if manifest["calibration"].get(key) is None)
+        unknown = [f"{role} {name}" for role in ("source", "target") for name in manifest[role].get("unknown", ())] + [
+            f"calibration {key}" for key in data
+        ]
+        if unknown:
+            told["unknown"] = ", ".join(unknown)
+    return told
+
+
 def save_mapper(
-    mapper: Mapper, path: Path, *, recipe: Mapping[str, Any], calibration: Mapping[str, Any], dtype: str = "float32", overwrite: bool = False
+    mapper: Mapper,
+    path: Path,
+    *,
+    recipe: Mapping[str, Any],
+    calibration: Mapping[str, Any],
+    dtype: str = "float32",
+    overwrite: bool = False,
+    imported: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Write a mapper.
 
@@ -81,6 +111,7 @@ def save_mapper(
         calibration: manifest of the moments it was fitted on.
         dtype: storage dtype of the weights.
         overwrite: replace an existing directory.
+        imported: where a map that others fitted came from.
 
     Raises:
         BadInputError: an unknown dtype, or `path` exists.
@@ -97,6 +128,8 @@ def save_mapper(
         weights_dtype=dtype,
         created=utc_now(),
         versions=versions(),
+        experimental=len({(pin["geometry"]["kv_heads"], pin["geometry"]["head_dim"]) for pin in (calibration["source"], calibration["target"])}) > 1,
+        imported=dict(imported) if imported is not None else None,
     )
     with atomic_directory(path, overwrite=overwrite) as directory:
         tensors = {name: tensor.to(known[dtype]).contiguous() for name, tensor in mapper.tensors()}

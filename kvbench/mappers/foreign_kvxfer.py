@@ -104,10 +104,11 @@ def _one_kind(path: Path, kind: str, source: Side, target: Side) -> tuple[dict[s
 
 
 def _layer(path: Path, layer: int, state: Mapping[str, Any], k: int, source: Side, target: Side) -> dict[str, Tensor]:
-    assert source.kv_heads and source.head_dim and target.kv_heads and target.head_dim  # read from configurations
-    rows, width = k * source.kv_heads * source.head_dim, target.kv_heads * target.head_dim
-    why = f"k * KV heads * head width = {k} * {source.kv_heads} * {source.head_dim} = {rows} into {target.kv_heads} * {target.head_dim} = {width}"
+    (source_heads, source_dim), (heads, dim) = source.heads(), target.heads()
+    rows, width = k * source_heads * source_dim, heads * dim
+    why = f"k * KV heads * head width = {k} * {source_heads} * {source_dim} = {rows} into {heads} * {dim} = {width}"
     factors = state.get("factors")
+    shapes: dict[str, tuple[int, ...]]
     if state.get("weight") is not None:
         parts, shapes = {"W": state["weight"]}, {"W": (rows, width)}
     elif isinstance(factors, list | tuple) and len(factors) == 2 and all(isinstance(f, Tensor) and f.dim() == 2 for f in factors):

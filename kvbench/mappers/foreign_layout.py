@@ -42,6 +42,16 @@ class Side:
     rope_theta: float | None = None
     dtype: str | None = None
 
+    def heads(self) -> tuple[int, int]:
+        """KV heads and head width.
+
+        Raises:
+            ArtifactError: not known.
+        """
+        if self.kv_heads is None or self.head_dim is None:
+            raise ArtifactError(f"the KV heads and head width of '{self.name}' are not known")
+        return self.kv_heads, self.head_dim
+
 
 @dataclass(frozen=True)
 class ForeignMap:
@@ -222,6 +232,17 @@ def all_finite(values: Sequence[object]) -> list[float] | None:
     """Figures of all layers, or None if one of them is unknown."""
     numbers = [float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)]
     return numbers if values and len(numbers) == len(values) else None
+
+
+def plain(value: object) -> Any:
+    """A statement as JSON takes it: figures that are not finite become None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
 
 
 Reader = Callable[[Path, Mapping[str, Side], "str | None"], ForeignMap]

@@ -38,6 +38,15 @@ VERSION = 1
 HEAD_ORDERS = ("contiguous", "hf")
 """Both name the order of the model's own projections: head by head, dimension by dimension."""
 UNKNOWN = "unknown"
+CALIBRATION = {
+    "name": ("dataset", "corpus"),
+    "fingerprint": ("token_sha256",),
+    "sequences": ("num_sequences",),
+    "seq_len": ("seq_len",),
+    "stride": ("fitting_token_step",),
+    "seed": ("seed",),
+}
+"""kvbench's names of what the router records of a run, and the router's."""
 
 
 def read(path: Path, given: Mapping[str, Side], variant: str | None) -> ForeignMap:
@@ -123,7 +132,7 @@ def _tensors(path: Path, chosen: Mapping[str, list[list[int]]], heads: int, dim:
     file, width = TensorFile(path / WEIGHTS), heads * dim
     if len(chosen["k"]) != len(chosen["v"]):
         raise ArtifactError(f"'{path / MANIFEST}' maps {len(chosen['k'])} layers of keys and {len(chosen['v'])} of values")
-    expected = {}
+    expected: dict[str, tuple[tuple[int, ...], str]] = {}
     for kind, lists in chosen.items():
         for i, layers in enumerate(lists):
             rows = len(layers) * width
@@ -135,15 +144,7 @@ def _tensors(path: Path, chosen: Mapping[str, list[list[int]]], heads: int, dim:
 
 def _calibration(data: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of the router's run record that kvbench has names for."""
-    names = {
-        "name": ("dataset", "corpus"),
-        "fingerprint": ("token_sha256",),
-        "sequences": ("num_sequences",),
-        "seq_len": ("seq_len",),
-        "stride": ("fitting_token_step",),
-        "seed": ("seed",),
-    }
-    return {ours: next((data[name] for name in theirs if name in data), None) for ours, theirs in names.items()}
+    return {ours: next((data[name] for name in theirs if name in data), None) for ours, theirs in CALIBRATION.items()}
 
 
 def manifest_of(
@@ -171,7 +172,9 @@ def manifest_of(
     """
     shapes = [(pins[role]["geometry"]["kv_heads"], pins[role]["geometry"]["head_dim"]) for role in ("source", "target")]
     if shapes[0] != shapes[1]:
-        raise BadInputError(f"the router's format has one KV geometry for both models, and this map goes from {shapes[0]} to {shapes[1]} (KV heads, head width)")
+        raise BadInputError(
+            f"the router's format has one KV geometry for both models, and this map goes from {shapes[0]} to {shapes[1]} (KV heads, head width)"
+        )
     short = {long: name for name, long in PRECISIONS.items() if name != "half"}
     stored = str(pins["target"].get("dtype") or dtype)
     if stored not in short:
@@ -198,8 +201,9 @@ def manifest_of(
         "centered_inputs": True,
         "rope_stripped_on_keys": not fit["rotated"],
         "source_layers_per_target": {kind: {str(i): chosen for i, chosen in enumerate(layers)} for kind in ("k", "v")},
-        "calibration": {key: data.get(key) for key in ("seq_len", "seed", "sequences", "stride", "rows", "name", "fingerprint")}
-        | {"dataset": data.get("name"), "token_sha256": data.get("fingerprint"), "num_sequences": data.get("sequences"), "fitting_token_step": data.get("stride")},
+        # Free-form there: a penalty relative to the Gram diagonal must not pass for an absolute one.
+        "calibration": {theirs[0]: data.get(ours) for ours, theirs in CALIBRATION.items()}
+        | {"ridge_alpha_kind": recipe.get("lambda_kind", "absolute")},
         "evaluation_report": None,
         "schema_version": VERSION,
     }

@@ -113,14 +113,14 @@ def _side(manifest: Mapping[str, Any], file: Path, role: str) -> Side:
 
 def _tensors(path: Path, chosen: list[list[int]], source: Side, target: Side) -> dict[str, Tensor]:
     file = TensorFile(path / WEIGHTS)
-    assert source.kv_heads and source.head_dim and target.kv_heads and target.head_dim  # _side made sure
-    expected = {}
+    (source_heads, source_dim), (heads, dim) = source.heads(), target.heads()
+    expected: dict[str, tuple[tuple[int, ...], str]] = {}
     for i, layers in enumerate(chosen):
-        rows = len(layers) * source.kv_heads * source.head_dim
-        why = f"k * n_kv_heads * head_dim = {len(layers)} * {source.kv_heads} * {source.head_dim} = {rows} into {target.kv_heads} heads of {target.head_dim}"
+        rows = len(layers) * source_heads * source_dim
+        why = f"k * n_kv_heads * head_dim = {len(layers)} * {source_heads} * {source_dim} = {rows} into {heads} heads of {dim}"
         for kind in "kv":
-            expected[f"{i}.w_{kind}"] = ((target.kv_heads, rows, target.head_dim), why)
-            expected[f"{i}.b_{kind}"] = ((target.kv_heads, target.head_dim), why)
+            expected[f"{i}.w_{kind}"] = ((heads, rows, dim), why)
+            expected[f"{i}.b_{kind}"] = ((heads, dim), why)
     file.check(expected)
     tensors = {}
     for i in range(len(chosen)):
@@ -131,7 +131,12 @@ def _tensors(path: Path, chosen: list[list[int]], source: Side, target: Side) ->
 
 
 def manifest_of(
-    pins: Mapping[str, Mapping[str, Any]], layers: list[list[int]], recipe: Mapping[str, Any], fit: Mapping[str, Any], data: Mapping[str, Any], dtype: str
+    pins: Mapping[str, Mapping[str, Any]],
+    layers: list[list[int]],
+    recipe: Mapping[str, Any],
+    fit: Mapping[str, Any],
+    data: Mapping[str, Any],
+    dtype: str,
 ) -> dict[str, Any]:
     """manifest.json as VeloxQuant reads it. Its dataclasses take no further keys, so what it has no place for goes beside them.
 
@@ -156,7 +161,7 @@ def manifest_of(
         **specs,
         "config": {
             "k": len(layers[0]),
-            "ridge_lambda": recipe.get("lambda_"),
+            "ridge_lambda": recipe.get("lambda_") if recipe.get("lambda_kind", "absolute") == "absolute" else None,
             "n_calib_sequences": data.get("sequences"),
             "calib_seq_len": data.get("seq_len"),
             "stride": data.get("stride"),
@@ -170,8 +175,14 @@ def manifest_of(
 def _spec(role: str, pin: Mapping[str, Any]) -> dict[str, Any]:
     geometry, rope = pin["geometry"], pin.get("rope") or {}
     if geometry.get("layers") is None or rope.get("theta") is None:
-        raise BadInputError(f"VeloxQuant needs the layers and RoPE base of the {role}, which this artifact does not know; import it again with --{role} NAME")
-    plain = rope.get("type", "default") == "default" and not rope.get("interleaved") and rope.get("rotary_dim", geometry["head_dim"]) == geometry["head_dim"]
+        raise BadInputError(
+            f"VeloxQuant needs the layers and RoPE base of the {role}, which this artifact does not know; import it again with --{role} NAME"
+        )
+    plain = (
+        rope.get("type", "default") == "default"
+        and not rope.get("interleaved")
+        and rope.get("rotary_dim", geometry["head_dim"]) == geometry["head_dim"]
+    )
     if not plain:
         raise BadInputError(f"VeloxQuant knows only the default RoPE over whole heads, but that of the {role} '{pin['name']}' is {rope.get('type')}")
     return {

@@ -21,12 +21,11 @@ from kvbench.calibration.sequences import load_tokens
 from kvbench.errors import BadInputError
 from kvbench.mappers.base import Mapper, Progress, Recipe
 from kvbench.mappers.linear import RESIDENT_BYTES
-from kvbench.mappers.registry import recipe_class
+from kvbench.mappers.recipes import ALIASES
 
 if TYPE_CHECKING:
     from kvbench.pairs.models import LoadedModel
 
-ALIASES = {"lambda": "lambda_"}
 CALIBRATION = "calibration"
 ROWS = "rows"
 RESERVED = (CALIBRATION, ROWS)
@@ -115,6 +114,7 @@ class Trial:
     Attributes:
         settings: swept settings, as given, and the calibration where there are several.
         values: the same as numbers, where they are numbers (`all` is the number of candidate layers).
+        calibration: its label.
         recipe: the whole configuration; None where the settings are refused.
         r2_k: held-out R2 of keys, mean over target layers.
         r2_v: the same of values.
@@ -127,6 +127,7 @@ class Trial:
 
     settings: dict[str, str]
     values: dict[str, float] = field(default_factory=dict)
+    calibration: str = ""
     recipe: dict[str, Any] | None = None
     r2_k: float | None = None
     r2_v: float | None = None
@@ -143,8 +144,7 @@ class Trial:
 
 
 def sweep(
-    recipe: str,
-    fixed: Mapping[str, Any],
+    base: Recipe,
     grid: Mapping[str, Sequence[str]],
     data: Sequence[Data],
     *,
@@ -155,8 +155,7 @@ def sweep(
     """Fit and score every point of a grid, then mark the best.
 
     Args:
-        recipe: its name or `module:Class`.
-        fixed: settings that are the same everywhere.
+        base: what is the same everywhere.
         grid: axis -> values.
         data: calibrations; all are judged on the held-out part of the first.
         judge: scores mappers that models run with; None takes the mean of held-out K and V R2.
@@ -169,24 +168,35 @@ def sweep(
     Raises:
         BadInputError: no point could be fitted, or several calibrations for a recipe that trains on one's sequences.
     """
-    kind = recipe_class(recipe)
-    used = _same_heldout(kind, data)
-    axes = list(itertools.product(range(len(data)), *(grid[name] for name in grid)))
+    used = _same_heldout(type(base), data)
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    jobs = [(which, point) for which in range(len(data)) for point in points]
     trials: list[Trial] = []
     waiting: list[tuple[Trial, Mapper]] = []
-    for done, (which, *chosen) in enumerate(axes):
-        trial, mapper = _fit(kind, fixed, dict(zip(grid, chosen, strict=True)), data[which], used[which], models, len(data) > 1)
+    for done, (which, point) in enumerate(jobs, 1):
+        trial, mapper = _fit(base, point, data[which], used[which], models, len(data) > 1)
         trials.append(trial)
         if mapper is not None and judge is not None:
             waiting.append((trial, mapper))
+        del mapper  # the next one is fitted without it in memory
         # Mappers judged together share every prefill, but only as many as fit comfortably into memory.
-        if len(waiting) == MAPPERS_AT_ONCE or sum(4 * m.parameters() for _, m in waiting) > RESIDENT_BYTES or done + 1 == len(axes):
+        if len(waiting) == MAPPERS_AT_ONCE or sum(4 * m.parameters() for _, m in waiting) > RESIDENT_BYTES or done == len(jobs):
             _judge(waiting, judge)
             waiting = []
         if progress:
-            progress("settings", done + 1, len(axes))
+            progress("settings", done, len(jobs))
     choose(trials)
     return trials
+
+
+def varied(base: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe with some settings changed.
+
+    Raises:
+        BadInputError: a setting it does not have, or a value of the wrong type.
+    """
+    same = {name: value for name, value in base.configuration().items() if name != "method"}
+    return type(base).from_settings({**same, **{ALIASES.get(name, name): value for name, value in settings.items()}})
 
 
 def _same_heldout(kind: type[Recipe], data: Sequence[Data]) -> list[Calibration]:
@@ -194,9 +204,8 @@ def _same_heldout(kind: type[Recipe], data: Sequence[Data]) -> list[Calibration]
     if not kind.needs_models:
         return [first, *(JudgedOn(d.calibration, first) for d in data[1:])]
     # A recipe that runs the models judges on the held-out sequences of its own calibration, so those must be the same ones.
-    wanted = load_tokens(first).heldout if len(data) > 1 else None
     for other in data[1:]:
-        if not np.array_equal(load_tokens(other.calibration).heldout, wanted):
+        if not np.array_equal(load_tokens(other.calibration).heldout, load_tokens(first).heldout):
             raise BadInputError(
                 f"recipe '{kind.method}' judges on the held-out sequences of its own calibration, and those of '{first.path}' and "
                 f"'{other.calibration.path}' differ; sweep each MOMENTS on its own and compare the results with 'kvbench evaluate'"
@@ -205,8 +214,7 @@ def _same_heldout(kind: type[Recipe], data: Sequence[Data]) -> list[Calibration]
 
 
 def _fit(
-    kind: type[Recipe],
-    fixed: Mapping[str, Any],
+    base: Recipe,
     settings: dict[str, str],
     data: Data,
     calibration: Calibration,
@@ -215,13 +223,13 @@ def _fit(
 ) -> tuple[Trial, Mapper | None]:
     candidates = len(calibration.source_layers)
     numbers = {name: float(candidates) if (name, value) == ("k", "all") else _number(value) for name, value in settings.items()}
-    trial = Trial(dict(settings), {name: value for name, value in numbers.items() if value is not None})
+    trial = Trial(dict(settings), {name: value for name, value in numbers.items() if value is not None}, data.label)
     if several:
         trial.settings.update({CALIBRATION: data.label, ROWS: str(data.rows)})
         trial.values[ROWS] = float(data.rows)
     started = time.perf_counter()
     try:
-        recipe = kind.from_settings({ALIASES.get(name, name): value for name, value in {**fixed, **settings}.items()})
+        recipe = varied(base, settings)
         trial.recipe = recipe.configuration()
         mapper = recipe.fit(calibration, models=models)
     except BadInputError as error:

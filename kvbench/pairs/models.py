@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.cache_utils import DynamicCache
 
 from kvbench.errors import BadInputError
+from kvbench.kv.attention import folded
 from kvbench.kv.content import RotatedKV
 from kvbench.kv.inject import PrefixCache
 from kvbench.kv.masks import as_attention_mask, packed_mask, within_window
@@ -149,7 +150,8 @@ class LoadedModel:
             )
             keys.insert(1, behind)
         attention_mask = self._attention_mask(mask, query.positions, torch.cat(keys, dim=1))
-        out = self.decoder(input_ids=query.ids, position_ids=query.positions, attention_mask=attention_mask, cache=cache, use_cache=True)
+        with folded(self.config):
+            out = self.decoder(input_ids=query.ids, position_ids=query.positions, attention_mask=attention_mask, cache=cache, use_cache=True)
         hidden: Tensor = out.last_hidden_state
         return hidden
 

@@ -14,6 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text, resolve_max_length
 
 from kvbench.errors import BadInputError, KVBenchError
+from kvbench.mappers.artifact import caveats
 from kvbench.pairs.check import check_pair
 from kvbench.pairs.gates import run_gates
 from kvbench.pairs.locate import load_config, resolve
@@ -61,6 +62,7 @@ class KVTransferLM(HFLM):  # type: ignore[misc]
         source_revision: hub revision of the source.
         gates: check the loaded models before scoring.
         share_headers: prefill headers that contexts share once.
+        allow_mismatched: take models that differ in KV heads or head width (experimental).
         **kwargs: everything else that lm-eval's `hf` takes (dtype, device, batch_size, max_length, ...).
 
     Raises:
@@ -81,6 +83,7 @@ class KVTransferLM(HFLM):  # type: ignore[misc]
         source_revision: str | None = None,
         gates: bool | str = True,
         share_headers: bool | str = True,
+        allow_mismatched: bool | str = False,
         **kwargs: Any,
     ) -> None:
         if pretrained and target and pretrained != target:
@@ -91,7 +94,13 @@ class KVTransferLM(HFLM):  # type: ignore[misc]
         target_ref = resolve(target, kwargs.get("revision"))
         source_ref = resolve(source, source_revision) if source else None
         if source_ref is not None:
-            check_pair(source_ref.name, target_ref.name, source_revision=source_revision, target_revision=kwargs.get("revision")).raise_if_refused()
+            check_pair(
+                source_ref.name,
+                target_ref.name,
+                source_revision=source_revision,
+                target_revision=kwargs.get("revision"),
+                allow_mismatched=_truth(allow_mismatched, "allow_mismatched"),
+            ).raise_if_refused()
         answering = source_ref if arm == "source" and source_ref is not None else target_ref
         if arm == "source":
             kwargs["revision"] = source_revision
@@ -119,6 +128,8 @@ class KVTransferLM(HFLM):  # type: ignore[misc]
                 trust_remote_code=bool(kwargs.get("trust_remote_code")),
             )
         chosen = self._arm(arm, mapper, models)
+        for name, told in caveats(chosen.manifest or {}).items():
+            log.warning("kvxfer: mapper '%s': %s: %s", chosen.name, name, told)
         if _truth(gates, "gates"):
             run_gates(models["source"], models["target"]).raise_if_failed()
         other = target_ref if arm == "source" else source_ref

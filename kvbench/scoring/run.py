@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import BadInputError, KVBenchError
+from kvbench.mappers.artifact import caveats
 from kvbench.pairs.models import LoadedModel
 from kvbench.pairs.pins import pin
 from kvbench.runs import ArmSpec, ModelSpec, RunSpec, RunStore, TaskResult, TaskSpec, rows_from_lm_eval
@@ -30,7 +31,8 @@ def arm_spec(arm: Arm, mapper: str | None) -> ArmSpec:
     if arm.manifest is None:
         return ArmSpec(name=arm.name, role="control", mapper=mapper)
     digest = hashlib.sha256(dump_json(arm.manifest).encode()).hexdigest()
-    pinned = {"recipe": arm.manifest["recipe"], "calibration": arm.manifest["calibration"]["fingerprint"], "manifest": digest}
+    data = arm.manifest["calibration"]["fingerprint"] or "unknown"
+    pinned = {"recipe": arm.manifest["recipe"], "calibration": data, "manifest": digest, **caveats(arm.manifest)}
     return ArmSpec(name=arm.name, role="mapper", mapper=mapper, pin=pinned)
 
 
@@ -157,7 +159,9 @@ def execute(
     for arm, result in results.items():
         for task in leaves:
             directions = result.get("higher_is_better", {}).get(task, {})
-            store.write_samples(task, arm, rows_from_lm_eval(result["samples"][task], task, arm, higher_is_better=directions))
+            samples = result["samples"][task]
+            lengths = context_tokens(scorer, samples)
+            store.write_samples(task, arm, rows_from_lm_eval(samples, task, arm, higher_is_better=directions, n_context_tokens=lengths))
             metrics: dict[str, float | None] = {
                 k: float(v) for k, v in result["results"][task].items() if "," in k and "stderr" not in k and isinstance(v, int | float)
             }
@@ -176,6 +180,21 @@ def execute(
     if scorer.journal is not None:
         scorer.journal.remove()
     return results
+
+
+def context_tokens(scorer: SharedScorer, samples: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Tokens of each item's first context, by doc_id, as they were counted when it was tokenised."""
+    found = {}
+    for sample in samples:
+        if isinstance(sample["doc"], Mapping) and "context_ids" in sample["doc"]:
+            found[int(sample["doc_id"])] = len(sample["doc"]["context_ids"])
+            continue
+        context = str(sample["arguments"][0][0])
+        # lm-eval moves trailing spaces of a context into the continuation before it encodes.
+        ids = scorer.encoded.get((context.rstrip(), None, None)) or scorer.encoded.get((context, None, None))
+        if ids is not None:
+            found[int(sample["doc_id"])] = len(ids)
+    return found
 
 
 def _native_files(tracker: Any, result: dict[str, Any], directory: Path) -> None:

@@ -22,10 +22,8 @@ from kvbench.pairs.models import LoadedModel, Query
 from kvbench.scoring.arms import Arm, own_prefill
 from kvbench.scoring.engine import TransferEngine
 from kvbench.scoring.evaluate import evaluate_arms, task_manager
-from kvbench.scoring.scorer import SharedScorer
+from kvbench.scoring.scorer import Bar, SharedScorer, tqdm_bar
 from kvbench.scoring.summary import PERPLEXITIES, main_metric
-
-TARGET = "target"
 
 
 class AgreementJudge:
@@ -48,7 +46,7 @@ class AgreementJudge:
 
     def __call__(self, mappers: Sequence[Mapper]) -> list[dict[str, float]]:
         """Share of positions with the same top token, and KL(own || mapped) in nats per token."""
-        arms = [own_prefill(TARGET, self.target), *(Arm(f"candidate-{i}", "target", mapper) for i, mapper in enumerate(mappers))]
+        arms = [own_prefill("target", self.target), *(Arm(f"candidate-{i}", "target", mapper) for i, mapper in enumerate(mappers))]
         engine = TransferEngine(self.source, self.target, arms)
         same, divergence, count = [0] * len(mappers), [0.0] * len(mappers), 0
         for first in range(0, len(self.tokens), self.batch_size):
@@ -98,6 +96,7 @@ class TaskJudge:
         self.source, self.target, self.limit, self.batch_size = source, target, limit, batch_size
         self.asked = list(dict.fromkeys(tasks))
         self.manager = task_manager(self.asked, include, metadata={"pretrained": target.name, "source": source.name})
+        self.bar: Bar = tqdm_bar
         self.tasks: list[str] = []
         """Single tasks, known after the first judgement."""
 
@@ -109,7 +108,7 @@ class TaskJudge:
         """
         arms = [Arm(f"candidate-{i}", "target", mapper) for i, mapper in enumerate(mappers)]
         reach = min(int(m.config.max_position_embeddings) for m in (self.source, self.target))
-        scorer = SharedScorer(TransferEngine(self.source, self.target, arms), batch_size=self.batch_size, max_length=reach)
+        scorer = SharedScorer(TransferEngine(self.source, self.target, arms), batch_size=self.batch_size, max_length=reach, bar=self.bar)
         results = evaluate_arms(scorer, self.asked, manager=self.manager, limit=self.limit)
         out = []
         for arm in arms:
