@@ -67,6 +67,11 @@ class PrefixCache(Cache):  # type: ignore[misc]
         # zeros, not empty: padding keys are masked but 0 * NaN from uninitialised values would still poison the output.
         return cls([PrefixLayer(torch.zeros(shape, dtype=dtype, device=d), torch.zeros(shape, dtype=dtype, device=d), filled) for d in devices])
 
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)]
+
     def rewind(self, filled: int) -> None:
         """Forget everything behind the first `filled` tokens."""
         for layer in self.layers:

@@ -164,13 +164,12 @@ def end_ids(model: LoadedModel) -> set[int]:
 
 @torch.no_grad()
 def decode(model: LoadedModel, filled: FilledPrefixes, members: Sequence[Prompt], settings: GenerationSettings) -> list[list[int]]:
-    """Decode all rows of a stack in step; the cache keeps what was generated.
+    """Decode all rows of a stack in step; rows that have ended leave the batch once they are half of it.
 
     Returns:
         Token ids per row, arm by arm, end-of-sequence token removed.
     """
     copies, device = len(filled.arms), model.device
-    rows = copies * len(members)
     starts = torch.tensor([len(p.prefix) for p in members] * copies, device=device)
     ids = torch.tensor([p.held for p in members] * copies, device=device)
     positions = starts[:, None] + torch.arange(ids.shape[1], device=device)
@@ -178,25 +177,32 @@ def decode(model: LoadedModel, filled: FilledPrefixes, members: Sequence[Prompt]
     processors, ends = settings.processors(), end_ids(model)
     # Rows of different arms draw with the same numbers: the comparison stays paired under sampling.
     generators = [torch.Generator(device="cpu").manual_seed(settings.seed + m) for _ in range(copies) for m in range(len(members))]
-    behind = positions[:, :0]
-    generated: list[list[int]] = [[] for _ in range(rows)]
-    finished = [False] * rows
+    behind, lengths = positions[:, :0], filled.lengths
+    generated: list[list[int]] = [[] for _ in context]
+    active, ended = list(range(len(context))), set[int]()
     for _ in range(settings.max_new_tokens):
-        hidden = model.run(filled.cache, Query(ids, positions, torch.zeros_like(ids)), filled.header, filled.lengths, filled.padded, behind)
+        hidden = model.run(filled.cache, Query(ids, positions, torch.zeros_like(ids)), filled.header, lengths, filled.padded, behind)
         behind = torch.cat([behind, positions], dim=1)
         logits = _chunked_logits(model, hidden[:, -1]).to(device)
-        following = _choose(logits, processors, settings, context, generated, generators)
-        for row, token in enumerate(following.tolist()):
-            if finished[row]:
-                continue
-            if token in ends:
-                finished[row] = True
+        following = _choose(logits, processors, settings, [context[r] + generated[r] for r in active], [generators[r] for r in active])
+        going = []
+        for place, (row, token) in enumerate(zip(active, following.tolist(), strict=True)):
+            if row in ended or token in ends:
+                ended.add(row)
                 continue
             generated[row].append(token)
-            finished[row] = _stopped(model, generated[row], settings.stop)
-        if all(finished):
+            if _stopped(model, generated[row], settings.stop):
+                ended.add(row)
+            else:
+                going.append(place)
+        if not going:
             break
         ids, positions = following[:, None], positions[:, -1:] + 1
+        if len(going) <= len(active) // 2:
+            kept = torch.tensor(going, device=device)
+            filled.cache.select(kept)
+            ids, positions, behind, lengths = ids[kept], positions[kept], behind[kept], lengths[kept]
+            active = [active[place] for place in going]
     return generated
 
 
@@ -209,15 +215,12 @@ def _choose(
     logits: Tensor,
     processors: LogitsProcessorList,
     settings: GenerationSettings,
-    context: list[list[int]],
-    generated: list[list[int]],
+    tokens: list[list[int]],
     generators: list[torch.Generator],
 ) -> Tensor:
+    """The next token of each row, from its logits and all tokens before."""
     if len(processors):
-        rows = [
-            processors(torch.tensor([c + g], device=logits.device), logits[i : i + 1])
-            for i, (c, g) in enumerate(zip(context, generated, strict=True))
-        ]
+        rows = [processors(torch.tensor([before], device=logits.device), logits[i : i + 1]) for i, before in enumerate(tokens)]
         logits = torch.cat(rows)
     if not settings.do_sample:
         return logits.argmax(-1)

@@ -53,7 +53,14 @@ def test_show_and_verify_say_what_is_unknown(run_cli, imported):
 
 def test_an_imported_map_scores_as_the_original_and_the_report_names_the_unknowns(run_cli, imported, tmp_path):
     run = tmp_path / "run"
-    mappers = ("--mapper", "original=embedded:ridge", "--mapper", f"router={imported / 'router'}", "--mapper", f"veloxquant={imported / 'veloxquant'}")
+    mappers = (
+        "--mapper",
+        "original=embedded:ridge",
+        "--mapper",
+        f"router={imported / 'router'}",
+        "--mapper",
+        f"veloxquant={imported / 'veloxquant'}",
+    )
     done = run_cli("evaluate", *PAIR, *mappers, "--control", "none", "--tasks", "tiny_choice", "--limit", 8, "--out", run)
     assert done.returncode == 0, done.stderr
     assert "mapper 'veloxquant': unknown: source revision" in done.stderr

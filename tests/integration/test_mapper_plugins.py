@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.errors import BadInputError
+from kvbench.mappers.registry import recipe_class
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(__file__).parent / "test_plugin_package"
 PAIR = ("embedded:source", "embedded:target")
@@ -116,10 +119,15 @@ def test_a_built_in_name_cannot_be_taken(tmp_path):
         ("rigde", "did you mean 'ridge'"),
     ],
 )
-def test_what_is_no_recipe_is_one_message(moments, tmp_path, recipe, message):
-    done = _run("fit", moments, "--recipe", recipe, "--out", tmp_path / "out")
+def test_what_is_no_recipe_is_one_message(recipe, message):
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        recipe_class(recipe)
+
+
+def test_the_command_says_it_without_a_traceback(moments, tmp_path):
+    done = _run("fit", moments, "--recipe", "json:JSONDecoder", "--out", tmp_path / "out")
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "is not a subclass of kvbench.mappers.base.Recipe" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -301,7 +301,11 @@ DAMAGE = [
     ("veloxquant", lambda p: _tensors(p, VQ, lambda t: t["0.b_k"].fill_(float("nan"))), "'0.b_k' holds entries that are not finite"),
     ("veloxquant", lambda p: _edit(p, lambda m: m["layers"].pop(1)), "no entry in 'layers' for target layer 1"),
     ("veloxquant", lambda p: _edit(p, lambda m: m["layers"][1].update(target_layer=7)), "for target layer 1"),
-    ("veloxquant", lambda p: _edit(p, lambda m: m["layers"][0].update(source_layers=[4, 0])), "reads source layer 4, but the source has layers 0 to 3"),
+    (
+        "veloxquant",
+        lambda p: _edit(p, lambda m: m["layers"][0].update(source_layers=[4, 0])),
+        "reads source layer 4, but the source has layers 0 to 3",
+    ),
     ("veloxquant", lambda p: _edit(p, lambda m: m["layers"][0].update(source_layers=[1, 1])), "names a source layer twice"),
     ("veloxquant", lambda p: _edit(p, lambda m: m["layers"][0].update(source_layers=[1])), "reads 1 source layers, but config.k is 2"),
     ("veloxquant", lambda p: _edit(p, lambda m: m["layers"][0].update(source_layers="0,1")), "not a list of layer numbers"),
@@ -314,7 +318,11 @@ DAMAGE = [
     ("veloxquant", lambda p: (p / "manifest.json").write_text("{"), "is damaged"),
     ("veloxquant", lambda p: (p / "manifest.json").write_text("[]"), "not a JSON object"),
     ("router", lambda p: _edit(p, lambda m: m.update(topk=3)), "was changed after it was written"),
-    ("router", lambda p: (_edit(p, lambda m: m["compatibility"].update(variant="per_head")), made.seal(p)), "per_head', whose tensor layout is not published"),
+    (
+        "router",
+        lambda p: (_edit(p, lambda m: m["compatibility"].update(variant="per_head")), made.seal(p)),
+        "per_head', whose tensor layout is not published",
+    ),
     ("router", lambda p: (_edit(p, lambda m: m["compatibility"].update(head_order="reversed")), made.seal(p)), "head_order is 'reversed'"),
     ("router", lambda p: (_edit(p, lambda m: m["compatibility"].update(target_tp=2)), made.seal(p)), "target_tp is 2"),
     ("router", lambda p: (_edit(p, lambda m: m["source_layers_per_target"]["v"].pop("1")), made.seal(p)), "target layer 1"),
@@ -341,9 +349,17 @@ def _states(path: Path, name: str, change) -> None:
 
 
 KVXFER_DAMAGE = [
-    (lambda p: _states(p, "ridge__keys.pt", lambda s: s[2].update(weight=torch.zeros(100, 64))), "ridge", r"'2.weight' is \[100, 64\], but .* makes it \[128, 64\]"),
+    (
+        lambda p: _states(p, "ridge__keys.pt", lambda s: s[2].update(weight=torch.zeros(100, 64))),
+        "ridge",
+        r"'2.weight' is \[100, 64\], but .* makes it \[128, 64\]",
+    ),
     (lambda p: _states(p, "ridge__values.pt", lambda s: s.pop(3)), "ridge", "no map for target layer 3"),
-    (lambda p: _states(p, "ridge__values.pt", lambda s: s[0].update(source_layers=[9])), "ridge", "reads source layer 9, but the source has layers 0 to 3"),
+    (
+        lambda p: _states(p, "ridge__values.pt", lambda s: s[0].update(source_layers=[9])),
+        "ridge",
+        "reads source layer 9, but the source has layers 0 to 3",
+    ),
     (lambda p: _states(p, "rank2_iso__keys.pt", lambda s: s[1].update(factors=None)), "rank2_iso", "neither a weight nor two factors"),
     (lambda p: torch.save({0: {"weight": Path("x")}}, p / "ridge__keys.pt"), "ridge", "cannot be read as tensors and plain values"),
     (lambda p: torch.save([1, 2], p / "ridge__keys.pt"), "ridge", "is not a map per target layer"),

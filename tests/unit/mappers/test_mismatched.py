@@ -25,9 +25,9 @@ from kvbench.scoring.lm import KVTransferLM
 from kvbench.scoring.run import arm_spec
 from kvbench.scoring.scorer import SharedScorer
 
-# Source: 4 heads of 8 = 32 features, all of a hidden state of 32. Target: 1 head of 16, or 3 of 8.
+# Source: 4 heads of 8 = 32 features, all of a hidden state of 32. Target: 1 head of 16, or 8 of 8.
 SOURCE = {"layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 8}
-TARGETS = {"head width": {"heads": 2, "kv_heads": 1, "head_dim": 16}, "heads": {"heads": 6, "kv_heads": 3, "head_dim": 8}}
+TARGETS = {"head width": {"heads": 2, "kv_heads": 1, "head_dim": 16}, "heads": {"heads": 8, "kv_heads": 8, "head_dim": 8}}
 
 
 def _blocks() -> TokenBlocks:
@@ -79,7 +79,9 @@ def test_head_wise_recipes_refuse_and_the_others_fit(tiny, tmp_path, recipe):
     settings = {"mean": [], "low_rank": ["k=2", "rank=2"]}.get(recipe, ["k=2"])
     chosen = load_recipe(recipe, settings)
     if recipe in ("head_local", "attn_repair"):
-        with pytest.raises(BadInputError, match=f"'{recipe}' maps head by head, but the source has 4 KV heads of 8 and the target 1 of 16; use 'ridge'"):
+        with pytest.raises(
+            BadInputError, match=f"'{recipe}' maps head by head, but the source has 4 KV heads of 8 and the target 1 of 16; use 'ridge'"
+        ):
             chosen.fit(calibration, models=models)
         return
     mapper = chosen.fit(calibration)

@@ -221,3 +221,36 @@ def test_headers_are_evicted_when_they_take_too_much(tiny, monkeypatch):
     assert len(scorer.engine._headers) == 1
     for (context, continuation), score in zip(REQUESTS, found, strict=True):
         assert score.logprob == pytest.approx(slow_score(target, context, continuation)[0], abs=1e-4)
+
+
+def test_rows_that_end_early_leave_the_batch_and_the_others_go_on_alike(tiny, monkeypatch):
+    source, target = tiny(layers=2, seed=1), tiny(layers=3, seed=2)
+    contexts = [(5, 9, 13, i) for i in range(20, 28)]
+    settings = GenerationSettings(16, ())
+    free = _scorer(source, target, [own_prefill("target", target)], 8).generations("target", [(c, settings) for c in contexts])
+    sizes = []
+    run = type(target).run
+
+    def watched(self, cache, query, *rest):
+        sizes.append(query.ids.shape[0])
+        return run(self, cache, query, *rest)
+
+    monkeypatch.setattr(type(target), "run", watched)
+    stops = tuple(dict.fromkeys(target.tokenizer.decode([tokens[2]]).strip() for tokens in free[:6] if len(tokens) > 2))
+    stopped = _scorer(source, target, [own_prefill("target", target)], 8).generations("target", [(c, GenerationSettings(16, stops)) for c in contexts])
+    assert min(sizes) < 8
+    for a, b in zip(stopped, free, strict=True):
+        assert b[: len(a)] == a
+
+
+def test_sampling_is_the_same_whether_or_not_other_rows_end_early(tiny):
+    """Each row draws from a generator of its own; one that ended must not advance another's."""
+    source, target = tiny(layers=2, seed=1), tiny(layers=3, seed=2)
+    contexts = [(5, 9, 13, i) for i in range(20, 26)]
+    free = GenerationSettings(12, (), do_sample=True, temperature=1.0)
+    whole = _scorer(source, target, [own_prefill("target", target)], 6).generations("target", [(c, free) for c in contexts])
+    stops = tuple(dict.fromkeys(target.tokenizer.decode([tokens[1]]).strip() for tokens in whole[:4] if len(tokens) > 1))
+    short = GenerationSettings(12, stops, do_sample=True, temperature=1.0)
+    stopped = _scorer(source, target, [own_prefill("target", target)], 6).generations("target", [(c, short) for c in contexts])
+    for a, b in zip(stopped, whole, strict=True):
+        assert b[: len(a)] == a
