@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import math
 import warnings
 from dataclasses import asdict
@@ -39,7 +38,9 @@ def sweep(
     limit: Annotated[int | None, typer.Option(help="First items of each task.")] = None,
     heldout_sequences: Annotated[int, typer.Option(help="Held-out sequences that agreement and attention_cosine read.")] = 16,
     prefix_tokens: Annotated[int | None, typer.Option(help="Mapped tokens of each of them; default half.")] = None,
-    x: Annotated[str | None, typer.Option(help="Axis of the figure; default the first numeric one. 'parameters' is the mapper's size.")] = None,
+    x: Annotated[
+        str | None, typer.Option(help="Axis of the figure; default the numeric one with the most values. 'parameters' is the mapper's size.")
+    ] = None,
     device: opt.Device = "cpu",
     trust_remote_code: opt.Trust = False,
     json: opt.Json = False,
@@ -53,12 +54,13 @@ def sweep(
     opt.quiet_libraries()
     from kvbench.calibration.moments import Calibration
     from kvbench.cli.fit import models_of, recorded
-    from kvbench.cli.sweep_output import named, print_sweep, write_sweep
+    from kvbench.cli.sweep_output import SIZE, named, print_sweep, write_sweep
     from kvbench.errors import BadInputError
     from kvbench.mappers.recipes import load_recipe
-    from kvbench.mappers.sweep import Data, leave_one_out, parse_grid, varied
+    from kvbench.mappers.sweep import ROWS, Data, leave_one_out, number, parse_grid, varied
     from kvbench.mappers.sweep import sweep as run_sweep
     from kvbench.scoring.sweep import TaskJudge
+    from kvbench.storage import dump_json
 
     if criterion not in CRITERIA:
         raise BadInputError(f"--criterion '{criterion}'; it is one of {', '.join(CRITERIA)}")
@@ -73,6 +75,10 @@ def sweep(
         raise BadInputError("--sequences takes its sizes from one calibration, but several MOMENTS were given; sweep them apart")
     if len(calibrations) == 1 and not axes and not sequences:
         raise BadInputError("nothing to sweep; give --grid name=value,value, several MOMENTS, or --sequences")
+    numeric = [name for name, values in axes.items() if all(number(name, value, 1) is not None for value in values)]
+    allowed = [*numeric, *([ROWS] if sequences or len(calibrations) > 1 else []), SIZE]
+    if x is not None and x not in allowed:
+        raise BadInputError(f"--x {x}; it is one of {', '.join(allowed)}")
     models = None
     if sequences or criterion != "heldout_r2" or base.needs_models:
         models = models_of(calibrations[0], device=device, trust_remote_code=trust_remote_code)
@@ -111,7 +117,7 @@ def sweep(
     write_sweep(out, trials, axes=list(axes), x=x, best=best, folds=folds, kept_out=kept_out)
     if json:
         record = {"settings": [asdict(t) for t in trials], "chosen": best, "leave_one_out": [asdict(f) for f in folds], "held_out_tasks": kept_out}
-        print(json_module.dumps(record, indent=2, sort_keys=True))
+        print(dump_json(record), end="")
     else:
         print_sweep(trials, folds, kept_out)
         print(out)

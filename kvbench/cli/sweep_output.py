@@ -108,8 +108,8 @@ def stored_sweep(trials: Sequence[Trial], axes: Sequence[str], x: str | None) ->
 
     done = [t for t in trials if t.score is not None]
     numeric = [name for name in [*axes, ROWS] if all(name in t.values for t in done)]
-    varying = [name for name in numeric if len({t.values[name] for t in done}) > 1]
-    axis = x or next(iter([*varying, *numeric]), SIZE)
+    # The axis with the most values leaves the fewest lines.
+    axis = x or max(numeric, key=lambda name: len({t.values[name] for t in done}), default=SIZE)
     if axis != SIZE and axis not in numeric:
         raise BadInputError(f"--x {axis}; it is one of {', '.join([*numeric, SIZE])}")
     points = []

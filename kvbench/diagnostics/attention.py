@@ -23,8 +23,8 @@ from kvbench.calibration.sequences import (
 from kvbench.kv.content import ContentKV, RotatedKV
 from kvbench.mappers.base import Mapper
 from kvbench.mappers.residual_training import attention_output
+from kvbench.mappers.sweep import check_prefix
 from kvbench.pairs.models import LoadedModel
-from kvbench.scoring.sweep import check_prefix
 
 Mapped = Callable[[int], tuple[Tensor, Tensor]]
 """Target layer -> mapped keys and values of the prefix, `[batch, prefix, kv_heads, head_dim]`."""

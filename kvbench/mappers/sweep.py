@@ -59,6 +59,17 @@ def parse_grid(axes: Sequence[str]) -> dict[str, list[str]]:
     return grid
 
 
+def number(name: str, value: str, candidates: int) -> float | None:
+    """A swept value as a number, `k=all` as the number of candidate layers; None where it is none."""
+    if (name, value) == ("k", "all"):
+        return float(candidates)
+    try:
+        found = float(value)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
+
+
 @dataclass(frozen=True)
 class Data:
     """One calibration of a sweep.
@@ -221,8 +232,7 @@ def _fit(
     models: tuple[LoadedModel, LoadedModel] | None,
     several: bool,
 ) -> tuple[Trial, Mapper | None]:
-    candidates = len(calibration.source_layers)
-    numbers = {name: float(candidates) if (name, value) == ("k", "all") else _number(value) for name, value in settings.items()}
+    numbers = {name: number(name, value, len(calibration.source_layers)) for name, value in settings.items()}
     trial = Trial(dict(settings), {name: value for name, value in numbers.items() if value is not None}, data.label)
     if several:
         trial.settings.update({CALIBRATION: data.label, ROWS: str(data.rows)})
@@ -308,12 +318,14 @@ def leave_one_out(trials: Sequence[Trial], tasks: Sequence[str]) -> list[Fold]:
     return folds
 
 
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+def check_prefix(prefix: int, tokens: int) -> None:
+    """Refuse a prefix that leaves nothing to compare.
+
+    Raises:
+        BadInputError: outside 1 to tokens - 1.
+    """
+    if not 1 <= prefix < tokens:
+        raise BadInputError(f"prefix of {prefix} tokens, but the held-out sequences have {tokens}; use 1 to {tokens - 1}")
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:

@@ -89,8 +89,10 @@ def check_unpinned(manifest: dict[str, Any], models: dict[str, LoadedModel], wha
     """
     for role, model in models.items():
         stored = manifest[role]
-        found = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
-        pairs = [(name.replace("_", " "), stored["geometry"].get(name), value) for name, value in found.items()]
+        found: dict[str, float] = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
+        pairs: list[tuple[str, float | None, float]] = [
+            (name.replace("_", " "), stored["geometry"].get(name), value) for name, value in found.items()
+        ]
         pairs.append(("RoPE base", (stored.get("rope") or {}).get("theta"), geometry_of(model.config).rope.theta))
         for name, wanted, value in pairs:
             if wanted is not None and wanted != value:

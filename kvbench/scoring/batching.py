@@ -10,6 +10,8 @@ Tokens = tuple[int, ...]
 
 # A group of its own means a header pass and batches of its own; below this many tokens saved that costs more than it spares.
 WORTHWHILE_TOKENS = 512
+ALIKE = 0.85
+BUSY_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,28 @@ def find_headers(prefixes: Sequence[Tokens], shortest: int) -> list[tuple[int, l
     if alone:
         groups.append((0, alone))
     return groups
+
+
+def cut(lengths: Sequence[int], most: int, copies: int = 1) -> list[int]:
+    """Sizes of consecutive batches of rows so alike in length that padding costs little.
+
+    A batch ends where the next row is clearly shorter than the batch's longest, once it holds enough tokens to keep the matrix
+    products busy.
+
+    Args:
+        lengths: tokens per row, longest first.
+        most: rows per batch at most.
+        copies: how often each row is run (arms).
+    """
+    sizes: list[int] = []
+    start = 0
+    while start < len(lengths):
+        longest, size = lengths[start], 1
+        while start + size < len(lengths) and size < most and not (lengths[start + size] < ALIKE * longest and size * longest * copies >= BUSY_TOKENS):
+            size += 1
+        sizes.append(size)
+        start += size
+    return sizes
 
 
 def plan_batches(

@@ -12,11 +12,11 @@ from torch import Tensor
 from kvbench.errors import BadInputError
 from kvbench.kv.capture import to_content
 from kvbench.kv.content import ContentKV, RotatedKV
-from kvbench.kv.inject import PrefixCache
+from kvbench.kv.inject import PrefixCache, PrefixLayer
 from kvbench.mappers.base import Mapper
 from kvbench.pairs.models import LoadedModel, write_prefix
 from kvbench.scoring.arms import Answering, Arm
-from kvbench.scoring.batching import Tokens
+from kvbench.scoring.batching import Tokens, cut
 
 HEADER_BYTES = 1 << 30
 
@@ -64,6 +64,24 @@ class FilledPrefixes:
     padded: int
     lengths: Tensor
 
+    def take(self, rows: Sequence[int], room: int) -> FilledPrefixes:
+        """A copy of some rows, cut to their longest prefix, with room for `room` tokens behind it."""
+        chosen = torch.tensor(rows, device=self.lengths.device)
+        lengths = self.lengths[chosen]
+        padded = max(1, int(lengths.max()))
+        filled = self.header + padded
+        layers = []
+        for layer in self.cache.layers:
+            index = chosen.to(layer.keys.device)
+            pair = []
+            for stored in (layer.keys, layer.values):
+                # Behind the prefix nothing is read before it is written, so the room needs no zeros.
+                copy = stored.new_empty(len(rows), stored.shape[1], filled + room, stored.shape[3])
+                copy[:, :, :filled] = stored[index, :, :filled]
+                pair.append(copy)
+            layers.append(PrefixLayer(pair[0], pair[1], filled))
+        return FilledPrefixes(self.arms, PrefixCache(layers), self.header, padded, lengths)
+
 
 class TransferEngine:
     """Both models, the arms, and the prefilled headers.
@@ -109,19 +127,34 @@ class TransferEngine:
         return [(model, arms) for model, arms in grouped if arms]
 
     @torch.no_grad()
-    def fill(self, header: Tokens, prefixes: Sequence[Tokens], others: Sequence[Tokens], room: int) -> list[FilledPrefixes]:
+    def fill(self, header: Tokens, prefixes: Sequence[Tokens], others: Sequence[Tokens], *, room: int = 0, at_once: int | None = None) -> list[FilledPrefixes]:
         """Prefill a batch and fill the caches of all arms.
 
         Args:
             header: common start of all prefixes.
-            prefixes: whole prefixes, each starting with `header`.
+            prefixes: whole prefixes, each starting with `header`; neighbours of like length are prefilled together.
             others: for the control `shuffled`, another prompt's tokens, equally long, for each prefix.
             room: tokens to leave behind the prefix.
+            at_once: rows per prefill at most (`kvbench.scoring.batching.cut`); default all.
 
         Returns:
             One stack per answering model.
         """
         rest = [prefix[len(header) :] for prefix in prefixes]
+        batch, padded = len(prefixes), max(1, max(map(len, rest)))
+        out = []
+        for model, arms in self.answering():
+            cache = model.cache_for(batch * len(arms), len(header) + padded + room, len(header) + padded)
+            lengths = torch.tensor([len(r) for r in rest] * len(arms), device=model.device)
+            out.append(FilledPrefixes(arms, cache, len(header), padded, lengths))
+        start = 0
+        for size in cut([len(r) for r in rest], at_once) if at_once else [batch]:
+            self._fill_chunk(out, header, rest[start : start + size], others[start : start + size], start, batch)
+            start += size
+        return out
+
+    def _fill_chunk(self, stacks: Sequence[FilledPrefixes], header: Tokens, rest: Sequence[Tokens], others: Sequence[Tokens], start: int, batch: int) -> None:
+        """Prefill some rows and write them into all arms' caches, from row `start` of each arm."""
         raw: dict[str, RotatedKV] = {}
         content: dict[tuple[str, bool], ContentKV] = {}
 
@@ -138,22 +171,16 @@ class TransferEngine:
                 content[key] = to_content(raw[reads], self.models[role].rope, strip=not mapper.rotated)
             return content[key]
 
-        out = []
-        batch, padded = len(prefixes), max(1, max(map(len, rest)))
-        for model, arms in self.answering():
-            cache = model.cache_for(batch * len(arms), len(header) + padded + room, len(header) + padded)
+        for (model, arms), filled in zip(self.answering(), stacks, strict=True):
             for i, arm in enumerate(arms):
-                rows = slice(i * batch, (i + 1) * batch)
+                rows = slice(i * batch + start, i * batch + start + len(rest))
                 if arm.mapper.reads == "shuffled":
-                    self._write(cache, rows, 0, arm, model, read(arm.mapper))
+                    self._write(filled.cache, rows, 0, arm, model, read(arm.mapper))
                     continue
                 if header:
-                    write_prefix(cache, self._arm_header(arm, model, header), rows, 0)
-                self._write(cache, rows, len(header), arm, model, read(arm.mapper))
+                    write_prefix(filled.cache, self._arm_header(arm, model, header), rows, 0)
+                self._write(filled.cache, rows, len(header), arm, model, read(arm.mapper))
                 self.costs.mapped += sum(map(len, rest)) if arm.transfers else 0
-            lengths = torch.tensor([len(r) for r in rest] * len(arms), device=model.device)
-            out.append(FilledPrefixes(arms, cache, len(header), padded, lengths))
-        return out
 
     def _write(self, cache: PrefixCache, rows: slice, start: int, arm: Arm, model: LoadedModel, content: ContentKV) -> None:
         """Map content layer by layer, rotate with the answering model's RoPE, and write it into the cache."""

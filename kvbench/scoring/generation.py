@@ -141,7 +141,7 @@ def generate(
         for batch in batches:
             members = [prompts[chosen[i]] for i in batch.members]
             stacks = engine.fill(
-                batch.header, [p.prefix for p in members], [shuffled[i] for i in batch.members], held + min(ROOM, settings.max_new_tokens)
+                batch.header, [p.prefix for p in members], [shuffled[i] for i in batch.members], room=held + min(ROOM, settings.max_new_tokens)
             )
             for (model, arms), filled in zip(engine.answering(), stacks, strict=True):
                 tokens = decode(model, filled, members, settings)

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from kvbench.pairs.models import LoadedModel, Query
-from kvbench.scoring.batching import Tokens, plan_batches
+from kvbench.scoring.batching import Tokens, cut, plan_batches
 from kvbench.scoring.engine import FilledPrefixes, TransferEngine
 
 TOKEN_BUDGET = 1 << 16
+# Contexts are prefilled in batches of like prefix length and answered in batches of like query length; this many prefill batches
+# are gathered before they are regrouped.
+PREFILLS_PER_BATCH = 4
 
 
 class Score(NamedTuple):
@@ -75,8 +78,8 @@ def score_contexts(
     widest_arms = max(len(arms) for _, arms in engine.answering())
     batches = plan_batches(
         prefixes,
-        [c.query_tokens for c in contexts],
-        batch_size=batch_size,
+        [0] * len(contexts),
+        batch_size=batch_size * PREFILLS_PER_BATCH,
         token_budget=TOKEN_BUDGET,
         arms=widest_arms,
         share_headers=engine.share_headers,
@@ -84,17 +87,30 @@ def score_contexts(
     shuffled = shuffled_prefixes(prefixes)
     for batch in batches:
         members = [contexts[i] for i in batch.members]
-        room = max(c.query_tokens for c in members)
-        stacks = engine.fill(batch.header, [c.prefix for c in members], [shuffled[i] for i in batch.members], room)
+        stacks = engine.fill(batch.header, [c.prefix for c in members], [shuffled[i] for i in batch.members], at_once=batch_size)
         for (model, arms), filled in zip(engine.answering(), stacks, strict=True):
-            scores = _score_stack(model, filled, members)
-            for a, arm in enumerate(arms):
-                for row, index in enumerate(batch.members):
-                    results[arm.name][index] = scores[a * len(members) + row]
-                engine.costs.answered += sum(c.query_tokens for c in members)
+            for places in _by_query_length(members, batch_size, len(arms)):
+                chosen = [members[place] for place in places]
+                rows = [a * len(members) + place for a in range(len(arms)) for place in places]
+                scores = _score_stack(model, filled.take(rows, max(c.query_tokens for c in chosen)), chosen)
+                for a, arm in enumerate(arms):
+                    for k, place in enumerate(places):
+                        results[arm.name][batch.members[place]] = scores[a * len(chosen) + k]
+                engine.costs.answered += len(arms) * sum(c.query_tokens for c in chosen)
         if finished:
             finished(batch.members, results)
     return results
+
+
+def _by_query_length(members: Sequence[PackedContext], batch_size: int, arms: int) -> list[list[int]]:
+    """Cut contexts into batches of like query length: their tokens go through every linear layer once per arm, padding included."""
+    order = sorted(range(len(members)), key=lambda i: -members[i].query_tokens)
+    most = max(1, min(batch_size, TOKEN_BUDGET // (arms * members[order[0]].query_tokens)))
+    out: list[list[int]] = []
+    for size in cut([members[i].query_tokens for i in order], most, arms):
+        out.append(order[:size])
+        order = order[size:]
+    return out
 
 
 def shuffled_prefixes(prefixes: Sequence[Tokens]) -> list[Tokens]:

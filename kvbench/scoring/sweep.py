@@ -18,6 +18,7 @@ from kvbench.calibration.moments import Calibration
 from kvbench.calibration.sequences import load_tokens
 from kvbench.errors import BadInputError
 from kvbench.mappers.base import Mapper
+from kvbench.mappers.sweep import check_prefix
 from kvbench.pairs.models import LoadedModel, Query
 from kvbench.scoring.arms import Arm, own_prefill
 from kvbench.scoring.engine import TransferEngine
@@ -62,7 +63,7 @@ class AgreementJudge:
     def _log_probabilities(self, engine: TransferEngine, rows: NDArray[Any]) -> Iterator[torch.Tensor]:
         """Per arm `[batch * suffix, vocabulary]` log-probabilities, one arm in memory at a time."""
         suffix = rows.shape[1] - self.prefix
-        filled = engine.fill((), [tuple(row[: self.prefix].tolist()) for row in rows], [], suffix)[0]
+        filled = engine.fill((), [tuple(row[: self.prefix].tolist()) for row in rows], [], room=suffix)[0]
         ids = torch.tensor(rows[:, self.prefix :].tolist(), device=self.target.device).repeat(len(engine.arms), 1)
         positions = (torch.arange(suffix, device=ids.device) + self.prefix).expand(len(ids), -1)
         query = Query(ids, positions, torch.zeros_like(ids))
@@ -125,16 +126,6 @@ class TaskJudge:
         if metric in PERPLEXITIES:
             raise BadInputError(f"task '{task}' measures {metric}, which has no place in a mean of accuracies; leave it out of --tasks")
         return float(found["results"][task][f"{metric},{sample['filter']}"])
-
-
-def check_prefix(prefix: int, tokens: int) -> None:
-    """Refuse a prefix that leaves nothing to compare.
-
-    Raises:
-        BadInputError: outside 1 to tokens - 1.
-    """
-    if not 1 <= prefix < tokens:
-        raise BadInputError(f"prefix of {prefix} tokens, but the held-out sequences have {tokens}; use 1 to {tokens - 1}")
 
 
 def nested(

@@ -125,7 +125,7 @@ def test_kvxfer_between_unequal_widths_is_experimental(tmp_path, tiny):
     manifest = import_mapper(tmp_path / "maps", tmp_path / "out", "kvxfer", models=models, variant="ridge")
     assert manifest.experimental
     assert "1 x 8 -> 2 x 16" in caveats(manifest.model_dump())["experimental"]
-    with pytest.raises(BadInputError, match="values of .* read other source layers than its keys"):
+    with pytest.raises(BadInputError, match=r"values of .* read other source layers than its keys"):
         export_mapper(tmp_path / "out", tmp_path / "back", "router")
 
 
@@ -249,9 +249,9 @@ def test_an_arm_compares_the_rope_base_that_a_format_states(tmp_path, tiny):
     source, target = tiny(layers=4, seed=1, **shape), tiny(layers=6, seed=2, **shape)
     assert mapper_arm(str(tmp_path / "again"), source, target).manifest is not None
     other = tiny(layers=6, seed=2, rope={"rope_type": "default", "rope_theta": 5000.0}, **shape)
-    with pytest.raises(ArtifactError, match="a target with RoPE base 10000.0, but 'tiny-llama-6-2' has 5000.0"):
+    with pytest.raises(ArtifactError, match=r"a target with RoPE base 10000\.0, but 'tiny-llama-6-2' has 5000\.0"):
         mapper_arm(str(tmp_path / "again"), source, other)
-    with pytest.raises(ArtifactError, match="a target with layers 6, but 'tiny-llama-5-2' has 5"):
+    with pytest.raises(ArtifactError, match=r"a target with layers 6, but 'tiny-llama-5-2' has 5"):
         mapper_arm(str(tmp_path / "again"), source, tiny(layers=5, seed=2, **shape))
 
 

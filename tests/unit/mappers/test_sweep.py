@@ -138,6 +138,7 @@ def test_nested_sizes_are_prefixes(pair, tmp_path):
         nested(pair.calibration, [7], tmp_path, models)
 
 
+@torch.no_grad()
 def test_agreement_against_two_plain_runs(pair):
     from kvbench.calibration.sequences import load_tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.scoring.batching import common_length, find_headers, plan_batches
+from kvbench.scoring.batching import common_length, cut, find_headers, plan_batches
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8).map(tuple)
 
@@ -45,3 +45,15 @@ def test_the_token_budget_bounds_a_batch():
     prefixes = [tuple(range(100))] * 10
     batches = plan_batches(prefixes, [10] * 10, batch_size=10, token_budget=3 * 110 * 2, arms=2, share_headers=False)
     assert max(len(b.members) for b in batches) == 3
+
+
+@given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 9))
+def test_cut_keeps_every_row_and_the_limit(lengths, most):
+    sizes = cut(sorted(lengths, reverse=True), most)
+    assert sum(sizes) == len(lengths)
+    assert all(1 <= size <= most for size in sizes)
+
+
+def test_cut_ends_a_batch_where_padding_would_cost():
+    assert cut([200, 190, 50, 48, 47], 8) == [2, 3]
+    assert cut([8, 2, 2], 8) == [3], "too few tokens to be worth a batch of their own"
