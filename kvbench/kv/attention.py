@@ -20,7 +20,14 @@ NAME = "kvbench_folded"
 
 
 def folded_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention of grouped queries under an explicit mask.
 
@@ -64,4 +71,3 @@ def folded(config: Any) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
-

@@ -76,6 +76,13 @@ class Judge:
         """Whether an arm is better than a reference: by the average difference, else by the tasks one by one."""
         if reference is None or arm == reference:
             return "unknown"
+        # Whether anything gets through an emptied cache is a question of existence: one task that shows it settles it, in all
+        # tests of the report together. An average over tasks near chance would hide a perplexity that fell fiftyfold.
+        if reference == self.zero and any(
+            (pair.won or 0) > (pair.lost or 0) and pair.p_holm is not None and pair.p_holm < 1 - self.policy.level
+            for pair in self._pairs(arm, reference)
+        ):
+            return "better"
         average = self.averages.get((arm, reference))
         if average is not None and average.difference.lower is not None and average.difference.upper is not None:
             return "better" if average.difference.lower > 0 else "worse" if average.difference.upper < 0 else "not better"

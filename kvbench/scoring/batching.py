@@ -96,7 +96,9 @@ def cut(lengths: Sequence[int], most: int, copies: int = 1) -> list[int]:
     start = 0
     while start < len(lengths):
         longest, size = lengths[start], 1
-        while start + size < len(lengths) and size < most and not (lengths[start + size] < ALIKE * longest and size * longest * copies >= BUSY_TOKENS):
+        while (
+            start + size < len(lengths) and size < most and not (lengths[start + size] < ALIKE * longest and size * longest * copies >= BUSY_TOKENS)
+        ):
             size += 1
         sizes.append(size)
         start += size

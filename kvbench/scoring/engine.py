@@ -127,7 +127,9 @@ class TransferEngine:
         return [(model, arms) for model, arms in grouped if arms]
 
     @torch.no_grad()
-    def fill(self, header: Tokens, prefixes: Sequence[Tokens], others: Sequence[Tokens], *, room: int = 0, at_once: int | None = None) -> list[FilledPrefixes]:
+    def fill(
+        self, header: Tokens, prefixes: Sequence[Tokens], others: Sequence[Tokens], *, room: int = 0, at_once: int | None = None
+    ) -> list[FilledPrefixes]:
         """Prefill a batch and fill the caches of all arms.
 
         Args:
@@ -153,7 +155,9 @@ class TransferEngine:
             start += size
         return out
 
-    def _fill_chunk(self, stacks: Sequence[FilledPrefixes], header: Tokens, rest: Sequence[Tokens], others: Sequence[Tokens], start: int, batch: int) -> None:
+    def _fill_chunk(
+        self, stacks: Sequence[FilledPrefixes], header: Tokens, rest: Sequence[Tokens], others: Sequence[Tokens], start: int, batch: int
+    ) -> None:
         """Prefill some rows and write them into all arms' caches, from row `start` of each arm."""
         raw: dict[str, RotatedKV] = {}
         content: dict[tuple[str, bool], ContentKV] = {}

@@ -165,7 +165,7 @@ def execute(
             metrics: dict[str, float | None] = {
                 k: float(v) for k, v in result["results"][task].items() if "," in k and "stderr" not in k and isinstance(v, int | float)
             }
-            figures.append(TaskResult(task=task, arm=arm, n=len(result["samples"][task]), metrics=metrics, higher_is_better=directions))
+            figures.append(TaskResult(task=task, arm=arm, n=len({s["doc_id"] for s in samples}), metrics=metrics, higher_is_better=directions))
         _native_files(trackers[arm], result, store.lm_eval_directory(arm))
     store.write_results(figures)
     costs = asdict(scorer.engine.costs)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvbench.runs import load_frame
 
 pytestmark = [pytest.mark.slow, pytest.mark.smol]

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvbench.kv.attention import NAME, folded, folded_attention
 from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from kvbench.kv.attention import NAME, folded, folded_attention
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -28,9 +29,14 @@ def test_equals_eager_attention(groups, queries):
 
 def test_the_backend_is_switched_for_a_moment_only(tiny):
     model = tiny()
-    with pytest.raises(RuntimeError, match="inside"), folded(model.config):
-        assert model.config._attn_implementation == NAME
-        raise RuntimeError("inside")
+
+    def broken() -> None:
+        with folded(model.config):
+            assert model.config._attn_implementation == NAME
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        broken()
     assert model.config._attn_implementation == "sdpa"
     eager = tiny(attention="eager")
     with folded(eager.config):

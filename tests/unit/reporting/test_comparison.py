@@ -285,3 +285,16 @@ def test_the_margin_decides(tmp_path: Path) -> None:
         words[margin] = pair.disposition
     assert words[0.5] == "no material loss"
     assert words[0.0] in ("degraded", "inconclusive")
+
+
+def test_one_task_that_beats_an_empty_cache_beyond_doubt_shows_that_something_gets_through(tmp_path: Path) -> None:
+    """Accuracies near chance must not hide a perplexity that fell; found on the SmolLM2 pair (26 against 1,219)."""
+    same = choice_samples("c", 200, 0.26, "chance")
+    samples = {
+        arm: {"c": same, "wiki_made": prefix_samples("wiki_made", 60, nats, arm)}
+        for arm, nats in (("target", 2.6), ("source", 4.0), ("ridge", 3.0), ("zero", 7.0))
+    }
+    make_run(tmp_path / "run", arms=tuple(samples), samples=samples, extras=False)
+    found = compare(load_runs(tmp_path / "run"), QUICK).comparison.verdicts[0]
+    assert found.against_zero == "better"
+    assert "nothing gets through" not in found.sentence

@@ -237,7 +237,9 @@ def test_rows_that_end_early_leave_the_batch_and_the_others_go_on_alike(tiny, mo
 
     monkeypatch.setattr(type(target), "run", watched)
     stops = tuple(dict.fromkeys(target.tokenizer.decode([tokens[2]]).strip() for tokens in free[:6] if len(tokens) > 2))
-    stopped = _scorer(source, target, [own_prefill("target", target)], 8).generations("target", [(c, GenerationSettings(16, stops)) for c in contexts])
+    stopped = _scorer(source, target, [own_prefill("target", target)], 8).generations(
+        "target", [(c, GenerationSettings(16, stops)) for c in contexts]
+    )
     assert min(sizes) < 8
     for a, b in zip(stopped, free, strict=True):
         assert b[: len(a)] == a
