@@ -11,7 +11,7 @@ from kvbench.errors import KVBenchError
 
 def _app() -> typer.Typer:
     from kvbench._version import __version__
-    from kvbench.cli import calibrate, check, demo, evaluate, fit, handoff, mapper, report, tasks
+    from kvbench.cli import calibrate, check, demo, evaluate, fit, handoff, mapper, report, sweep, tasks
 
     app = typer.Typer(
         name="kvbench",
@@ -32,6 +32,7 @@ def _app() -> typer.Typer:
     app.command("fit")(fit.fit)
     app.command("evaluate")(evaluate.evaluate)
     app.command("report")(report.report)
+    app.command("sweep")(sweep.sweep)
     app.command("handoff")(handoff.handoff)
     app.command("demo")(demo.demo)
     app.add_typer(mapper.app, name="mapper")
