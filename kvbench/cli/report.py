@@ -27,6 +27,7 @@ def report(
     arms: Annotated[str | None, typer.Option(help="Compare only these arms, separated by commas.")] = None,
     title: Annotated[str | None, typer.Option(help="Title of the report.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing directory.")] = False,
+    prompts: Annotated[bool, typer.Option("--prompts/--no-prompts", help="Show the items' texts; off for data that must not be passed on.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print comparison.json.")] = False,
 ) -> None:
     """Compare the arms of runs on identical items and write report.html, report.md, comparison.json, arms.json, tables and figures.
@@ -66,7 +67,7 @@ def report(
     )
     command = command_line()
     comparison = compared.comparison.model_copy(update={"command": command, "provenance": collect(started_utc=started, command=command)})
-    page = write_report(replace(compared, comparison=comparison), out, overwrite=overwrite)
+    page = write_report(replace(compared, comparison=comparison), out, overwrite=overwrite, prompts=prompts)
     if json:
         typer.echo(dump_json(comparison.model_dump(mode="json")), nl=False)
     else:

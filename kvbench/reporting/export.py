@@ -48,8 +48,16 @@ def arms_json(compared: Compared) -> dict[str, JsonValue]:
     return {"format": "kvbench-arms", "version": ARMS_VERSION, "reference": comparison.reference_arm, "tasks": tasks}
 
 
-def page_items(compared: Compared) -> dict[str, JsonValue]:
-    """What the flips browser of the page shows: the headline tasks' items with prompt, choices and all arms' answers."""
+LEFT_OUT = "(left out of this report)"
+
+
+def page_items(compared: Compared, *, prompts: bool = True) -> dict[str, JsonValue]:
+    """What the flips browser of the page shows: the headline tasks' items with prompt, choices and all arms' answers.
+
+    Args:
+        compared: the comparison and its items.
+        prompts: include the items' texts; off where a report must not carry the data set's rows.
+    """
     comparison = compared.comparison
     tasks: list[JsonValue] = []
     items: list[JsonValue] = []
@@ -64,7 +72,8 @@ def page_items(compared: Compared) -> dict[str, JsonValue]:
         number = len(tasks)
         tasks.append({"name": data.view.task, "metric": data.view.metric, "higher": data.view.higher_is_better, "nll": data.view.kind == "nll"})
         for index in chosen:
-            items.append(_item(number, data, index, answers))
+            item = _item(number, data, index, answers)
+            items.append(item if prompts else _without_texts(item))
     arms: list[JsonValue] = [arm.name for arm in comparison.arms]
     return {
         "arms": arms,
@@ -97,6 +106,16 @@ def _chosen(data: TaskData) -> list[int]:
     differs = np.any(scores != scores[:1], axis=0)
     order = np.concatenate([np.flatnonzero(differs), np.flatnonzero(~differs)])[:PAGE_ITEMS]
     return [int(i) for i in np.sort(order)]
+
+
+def _without_texts(item: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """An item's scores without the data set's own words."""
+    choices, answers = item["c"], item["a"]
+    assert isinstance(choices, list)
+    assert isinstance(answers, dict)
+    kept = {arm: {k: v for k, v in answer.items() if k not in ("x", "r")} for arm, answer in answers.items() if isinstance(answer, dict)}
+    names: list[JsonValue] = [f"choice {i + 1}" for i in range(len(choices))]
+    return {**item, "p": LEFT_OUT, "cut": 0, "c": names, "g": None, "a": dict(kept)}
 
 
 def _item(number: int, data: TaskData, index: int, given: Answers) -> dict[str, JsonValue]:

@@ -54,15 +54,16 @@ class Card(NamedTuple):
     numbers: Sequence[tuple[str, str, str]]
 
 
-def html(compared: Compared, figures: Mapping[str, Sequence[Figure]]) -> str:
+def html(compared: Compared, figures: Mapping[str, Sequence[Figure]], *, prompts: bool = True) -> str:
     """Render the page.
 
     Args:
         compared: the comparison and its items.
         figures: from `figures.all_figures`.
+        prompts: include the items' texts.
     """
     comparison = compared.comparison
-    items = page_items(compared)
+    items = page_items(compared, prompts=prompts)
     relations: dict[Relation, list[object]] = {}
     for relation in ("target", "source", "zero", "mapper", "context"):
         relations[relation] = list(pair_rows(comparison, relation))

@@ -20,13 +20,14 @@ from kvbench.storage import atomic_directory, dump_json
 PAGE, MARKDOWN, COMPARISON, ARMS = "report.html", "report.md", "comparison.json", "arms.json"
 
 
-def write_report(compared: Compared, out: Path, *, overwrite: bool = False) -> Path:
+def write_report(compared: Compared, out: Path, *, overwrite: bool = False, prompts: bool = True) -> Path:
     """Write the report directory, whole or not at all.
 
     Args:
         compared: from `compare`; give its comparison `command` and `provenance` before.
         out: directory to write.
         overwrite: replace an existing one.
+        prompts: include the items' texts in the page.
 
     Returns:
         The page.
@@ -37,7 +38,7 @@ def write_report(compared: Compared, out: Path, *, overwrite: bool = False) -> P
     """
     figures = all_figures(compared.comparison)
     texts = {
-        PAGE: html(compared, figures),
+        PAGE: html(compared, figures, prompts=prompts),
         MARKDOWN: markdown(compared.comparison),
         COMPARISON: dump_json(compared.comparison.model_dump(mode="json")),
         ARMS: dump_json(arms_json(compared)),

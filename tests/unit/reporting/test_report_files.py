@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from kvbench.cli.report import report
 from kvbench.errors import BadInputError
 from kvbench.reporting import Comparison, Policy, compare, write_report
-from kvbench.runs import load_runs
+from kvbench.runs import load_frame, load_runs
 
 FIGURES = ("retention", "against_source", "flips", "r2_0", "cosine", "sweep", "latency", "accuracy_latency", "handoff_f1", "handoff_drift")
 
@@ -166,3 +166,18 @@ def test_bad_options_are_one_clear_message(tmp_path: Path, full_run: Path, argum
 def test_reporting_imports_no_torch() -> None:
     code = "import sys, kvbench.reporting, kvbench.runs, kvbench.reporting.html; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_a_report_without_prompts_carries_no_words_of_the_data(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", extras=False)
+    compared = compare(load_runs(tmp_path / "run"), Policy(resamples=500))
+    write_report(compared, tmp_path / "with")
+    write_report(compared, tmp_path / "without", prompts=False)
+    words = str(load_frame(tmp_path / "run").prompt.iloc[0])[:12]
+
+    def everything(folder: Path) -> str:
+        texts = (p for p in sorted(folder.rglob("*")) if p.suffix in {".html", ".md", ".json", ".csv", ".svg"})
+        return "".join(p.read_text(encoding="utf-8") for p in texts)
+
+    assert words in everything(tmp_path / "with")
+    assert words not in everything(tmp_path / "without")
