@@ -36,7 +36,7 @@ def fit(
     opt.quiet_libraries()
     from kvbench.calibration.moments import Calibration
     from kvbench.errors import BadInputError
-    from kvbench.mappers.artifact import save_mapper
+    from kvbench.mappers.artifact import caveats, save_mapper
     from kvbench.mappers.recipes import load_recipe
     from kvbench.mappers.training import report_to_stderr
 
@@ -57,6 +57,8 @@ def fit(
         shutil.rmtree(partial, ignore_errors=True)
     for line in describe_fit(manifest.model_dump()):
         opt.say(line)
+    for name, told in caveats(manifest.model_dump()).items():
+        opt.say(f"{name}: {told}")
     print(json_module.dumps(summary(manifest.model_dump()), indent=2, sort_keys=True) if json else out)
 
 

@@ -127,7 +127,10 @@ class Recipe(ABC):
         for name, value in settings.items():
             if name not in fields:
                 raise BadInputError(f"recipe '{cls.method}' has no setting '{name}'; it has {', '.join(sorted(fields)) or 'none'}")
-            values[name] = _as_type(cls.method, name, value, str(fields[name].type))
+            declared = fields[name].type
+            # Without `from __future__ import annotations` in the recipe's module the annotation is a class, not text.
+            annotation = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
+            values[name] = _as_type(cls.method, name, value, annotation)
         return cls(**values)
 
 

@@ -105,7 +105,9 @@ def _plain(axis: Axis) -> None:
     """Whole numbers instead of powers of ten; a name with a dollar sign must not become a formula."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    low, high = axis.get_view_interval()
+    # Over more than four decades a label at every 1 and 3 would collide.
+    axis.set_major_locator(LogLocator(subs=(1.0,) if low > 0 and high / low > 1e4 else (1.0, 3.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.6g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -170,7 +170,7 @@ def test_reporting_imports_no_torch() -> None:
 
 def test_a_report_without_prompts_carries_no_words_of_the_data(tmp_path: Path) -> None:
     make_run(tmp_path / "run", extras=False)
-    compared = compare(load_runs(tmp_path / "run"), Policy(resamples=500))
+    compared = compare(load_runs(tmp_path / "run"), Policy(resamples=1000))
     write_report(compared, tmp_path / "with")
     write_report(compared, tmp_path / "without", prompts=False)
     words = str(load_frame(tmp_path / "run").prompt.iloc[0])[:12]
