@@ -45,6 +45,28 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
+def check_writable(out: Path, *, overwrite: bool = False) -> None:
+    """Refuse an output directory before any work is done.
+
+    Raises:
+        BadInputError: it exists and `overwrite` is off, or cannot be made there.
+    """
+    if out.exists() and not overwrite:
+        raise BadInputError(f"'{out}' exists already; choose another --out or pass --overwrite")
+    parent = out.absolute().parent
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        raise BadInputError(f"cannot write to '{out}': '{parent}' is not a directory; choose another --out")
+    if not os.access(parent, os.W_OK):
+        raise BadInputError(f"cannot write to '{out}': no permission in '{parent}'; choose another --out")
+    try:
+        # /proc and the like claim to be writable.
+        Path(tempfile.mkdtemp(dir=parent, prefix=".kvbench.")).rmdir()
+    except OSError as error:
+        raise BadInputError(f"cannot write to '{out}': {error.strerror or error}; choose another --out") from error
+
+
 @contextmanager
 def atomic_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory that becomes `path`, with SHA256SUMS, when the block ends without an error.
@@ -52,8 +74,7 @@ def atomic_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         BadInputError: `path` exists and `overwrite` is off, or its parent cannot be written.
     """
-    if path.exists() and not overwrite:
-        raise BadInputError(f"'{path}' exists already; choose another --out or pass --overwrite")
+    check_writable(path, overwrite=overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))

@@ -58,14 +58,19 @@ def load_texts(spec: str) -> list[str] | Iterable[str]:
         from kvbench.embedded.corpus import calibration_texts
 
         return calibration_texts()
+    if spec.startswith("embedded:"):
+        raise BadInputError(f"there is no embedded text '{spec}'; there is embedded:world")
     path_text, _, column = spec.partition(":")
     path = Path(path_text)
     if path.suffix in {".jsonl", ".txt", ".parquet"} or path.exists():
         if not path.is_file():
             raise BadInputError(f"calibration text '{path}' does not exist; give a .jsonl, .txt or .parquet file or a hub data set id")
-        texts = _read_file(path, column or None)
+        try:
+            texts = _read_file(path, column or None)
+        except UnicodeDecodeError as error:
+            raise BadInputError(f"calibration text '{path}' is not UTF-8 ({error.reason} at byte {error.start}); convert it first") from error
         if not any(text.strip() for text in texts):
-            raise BadInputError(f"calibration text '{path}' has no text in it")
+            raise BadInputError(f"calibration text '{path}' has no text in it; give a file with documents")
         return texts
     return _hub_texts(spec)
 

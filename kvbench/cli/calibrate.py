@@ -45,11 +45,13 @@ def calibrate(
     opt.quiet_libraries()
     from kvbench.calibration.corpus import load_texts, pack
     from kvbench.calibration.harvest import Harvest, HarvestSettings
-    from kvbench.errors import BadInputError
+    from kvbench.pairs.locate import load_tokenizer, resolve
+    from kvbench.storage import check_writable
 
-    if out.exists() and not overwrite:
-        raise BadInputError(f"'{out}' exists already; choose another --out or pass --overwrite")
-    texts = load_texts(data)
+    check_writable(out, overwrite=overwrite)
+    # Text and sizes first: a mistake there should not cost the loading of two models.
+    tokenizer = load_tokenizer(resolve(target, target_revision), trust_remote_code=trust_remote_code)
+    blocks = pack(load_texts(data), tokenizer, sequences=sequences, heldout=heldout, seq_len=seq_len, seed=seed if shuffle else None)
     models = opt.load_pair(
         source,
         target,
@@ -63,7 +65,6 @@ def calibrate(
         gates=gates,
         allow_mismatched=allow_mismatched,
     )
-    blocks = pack(texts, models[1].tokenizer, sequences=sequences, heldout=heldout, seq_len=seq_len, seed=seed if shuffle else None)
     settings = HarvestSettings(
         stride=stride,
         batch_size=batch_size,

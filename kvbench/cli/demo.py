@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvbench.pairs.models import LoadedModel
     from kvbench.scoring.summary import Cell
 
+Section: TypeAlias = "tuple[str, list[Cell], str]"
+"""Source, table, and the report's verdict in words."""
 TASKS = ("tiny_choice", "tiny_fewshot", "tiny_sums", "tiny_prefix", "tiny_turns")
 CONTROLS = ("zero", "raw")
 SEQUENCES, HELDOUT, SEQ_LEN, STRIDE, K = 120, 24, 256, 1, 4
@@ -33,9 +35,13 @@ def demo(
 
     if out.exists() and not out.is_dir():
         raise BadInputError(f"'{out}' is a file; choose another --out")
+    marker = out / ".kvbench-demo"
+    if out.exists() and any(out.iterdir()) and not marker.exists():
+        raise BadInputError(f"'{out}' holds other files, and the demo replaces what is in its directory; choose another --out")
     if limit is not None and limit < 1:
         raise BadInputError(f"--limit {limit}; it is a number of items, at least 1")
     started = time.perf_counter()
+    write_atomic(marker, "written by kvbench demo, which replaces it\n")
     with opt.progress_bar() as bar:
         sections = [_pair(name, out / name, limit, bar) for name in ("source", "stranger")]
     summary = out / "report.md"
@@ -43,15 +49,16 @@ def demo(
     from rich.console import Console
 
     console = Console(width=None if Console().is_terminal else 140)
-    for source, cells in sections:
+    for source, cells, told in sections:
         console.print(_table(source, cells))
         console.print(_verdict(source, cells), highlight=False)
+        console.print(f"report: {told}", highlight=False)
     opt.say(f"done in {time.perf_counter() - started:.0f} s; the table above as Markdown, then the full report of each pair:")
     for path in (summary, *(out / name / "report" / "report.html" for name in ("source", "stranger"))):
         print(path.resolve())
 
 
-def _pair(name: str, out: Path, limit: int | None, bar: Any) -> tuple[str, list[Cell]]:
+def _pair(name: str, out: Path, limit: int | None, bar: Any) -> Section:
     from kvbench.reporting import write_report
     from kvbench.reporting.comparison import compare
     from kvbench.reporting.view import Policy
@@ -97,8 +104,10 @@ def _pair(name: str, out: Path, limit: int | None, bar: Any) -> tuple[str, list[
     }
     spec = run_spec(source=models[0], target=models[1], arms=specs, tasks=leaves, scorer=scorer, batch_size=32, data={}, metadata={}, **common)
     results = execute(RunStore.create(out / "run", spec), scorer, TASKS, list(leaves), manager=manager, seconds={}, **common)
-    write_report(compare(load_runs(out / "run"), Policy()), out / "report")
-    return source, summarise(results)
+    compared = compare(load_runs(out / "run"), Policy())
+    write_report(compared, out / "report")
+    told = "; ".join(f"{v.arm}: {v.reading}. {v.sentence}" for v in compared.comparison.verdicts)
+    return source, summarise(results), told
 
 
 def _fit(models: tuple[LoadedModel, LoadedModel], source: str, out: Path, bar: Any) -> Path:
@@ -162,7 +171,7 @@ def _verdict(source: str, cells: list[Cell]) -> str:
     )
 
 
-def markdown(sections: list[tuple[str, list[Cell]]], seconds: float) -> str:
+def markdown(sections: list[Section], seconds: float) -> str:
     """The demo's result as Markdown."""
     from kvbench._version import __version__
 
@@ -171,8 +180,8 @@ def markdown(sections: list[tuple[str, list[Cell]]], seconds: float) -> str:
         "Retention is relative to the target's own prefill; intervals are paired over identical items, 95 %. `zero` and `raw` are controls.",
         "",
     ]
-    for source, cells in sections:
-        lines += [f"## {source} -> embedded:target", "", _verdict(source, cells), ""]
+    for source, cells, told in sections:
+        lines += [f"## {source} -> embedded:target", "", _verdict(source, cells), "", f"Report: {told}", ""]
         lines += ["| task | arm | items | chance | score | retention [95 %] | floor-normalised |", "|---|---|---:|---:|---:|---:|---:|"]
         for cell in cells:
             figure, retention, floor = _format(cell)

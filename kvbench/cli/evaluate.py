@@ -54,7 +54,6 @@ def evaluate(
 ) -> None:
     """Evaluate target, source, mappers and controls on identical items in one pass, into a run that `kvbench report` compares."""
     opt.quiet_libraries()
-    from kvbench.errors import BadInputError
     from kvbench.mappers.artifact import caveats
     from kvbench.runs import RunStore
     from kvbench.scoring.arms import equal_shapes, mapper_arm, own_prefill
@@ -62,7 +61,10 @@ def evaluate(
     from kvbench.scoring.journal import Journal
     from kvbench.scoring.run import JOURNAL, arm_spec, execute, leaf_tasks, run_spec
     from kvbench.scoring.scorer import SharedScorer
+    from kvbench.storage import check_writable
 
+    check_writable(out, overwrite=True)
+    _check_early(mapper, control, source, target, gen_kwargs, limit)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     task_metadata = _metadata(metadata, source, target)
     started = time.perf_counter()
@@ -106,8 +108,6 @@ def evaluate(
                 "gen_kwargs": gen_kwargs,
                 "seed": seed,
             }
-            if limit is not None and limit <= 0:
-                raise BadInputError(f"--limit {limit}; it is a number of items, or a share between 0 and 1")
             spec = run_spec(
                 source=models[0],
                 target=models[1],
@@ -128,6 +128,35 @@ def evaluate(
                 scorer.journal = Journal(out / JOURNAL)
                 execute(store, scorer, names, list(leaves), manager=manager, seconds=seconds, **common)
     _print(store, engine.costs, json)
+
+
+def _check_early(mapper: list[str] | None, control: list[str] | None, source: str, target: str, gen_kwargs: str | None, limit: float | None) -> None:
+    """Mistakes that can be found before two models are loaded."""
+    from lm_eval.utils import simple_parse_args_string
+
+    from kvbench.errors import BadInputError
+    from kvbench.mappers.controls import CONTROLS
+    from kvbench.pairs.locate import load_config, resolve
+    from kvbench.pairs.pins import check_pin
+    from kvbench.pairs.tokenizers import config_fingerprint
+    from kvbench.scoring.arms import artifact_path
+    from kvbench.storage import read_manifest
+
+    if limit is not None and limit <= 0:
+        raise BadInputError(f"--limit {limit}; it is a number of items, or a share between 0 and 1")
+    if gen_kwargs:
+        try:
+            simple_parse_args_string(gen_kwargs)
+        except ValueError as error:
+            raise BadInputError(f"--gen-kwargs '{gen_kwargs}' is not of the form key=value,key=value") from error
+    for item in [*(mapper or []), *(c for c in control or [] if c != "none")]:
+        spec = item.partition("=")[2] or item
+        if spec in CONTROLS:
+            continue
+        manifest = read_manifest(artifact_path(spec), "mapper")
+        for role, name in (("source", source), ("target", target)):
+            found = {"name": name, "config_fingerprint": config_fingerprint(load_config(resolve(name)))}
+            check_pin(manifest[role], found, role, f"mapper '{spec}'")
 
 
 def _metadata(settings: list[str] | None, source: str, target: str) -> dict[str, Any]:

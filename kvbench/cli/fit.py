@@ -35,13 +35,13 @@ def fit(
     """
     opt.quiet_libraries()
     from kvbench.calibration.moments import Calibration
-    from kvbench.errors import BadInputError
-    from kvbench.mappers.artifact import caveats, save_mapper
+    from kvbench.mappers.artifact import caveats, check_dtype, save_mapper
     from kvbench.mappers.recipes import load_recipe
     from kvbench.mappers.training import report_to_stderr
+    from kvbench.storage import check_writable
 
-    if out.exists() and not overwrite:
-        raise BadInputError(f"'{out}' exists already; choose another --out or pass --overwrite")
+    check_writable(out, overwrite=overwrite)
+    check_dtype(weights_dtype)
     chosen = load_recipe(recipe, settings or [])
     calibration = Calibration(moments)
     models = models_of(calibration, device=device, trust_remote_code=trust_remote_code) if chosen.needs_models else None

@@ -20,20 +20,26 @@ def ls(directory: Annotated[Path | None, typer.Argument(help="Also list the arti
     from kvbench.errors import ArtifactError, BadInputError
     from kvbench.mappers.registry import known_recipes
     from kvbench.paths import mappers_directory
-    from kvbench.storage import read_manifest
+    from kvbench.storage import read_manifest, verify_sums
 
     if directory is not None and not directory.is_dir():
         raise BadInputError(f"'{directory}' is not a directory")
-    artifacts = []
+    artifacts: list[dict[str, Any]] = []
     for root in (mappers_directory() / "artifacts", directory):
         for path in sorted(p for p in root.iterdir() if p.is_dir()) if root is not None and root.is_dir() else []:
             try:
                 manifest = read_manifest(path, "mapper")
             except ArtifactError:
                 continue
+            try:
+                verify_sums(path)
+                damage = None
+            except ArtifactError as error:
+                damage = str(error)
             artifacts.append(
                 {
                     "path": str(path),
+                    "damage": damage,
                     "method": manifest["recipe"]["method"],
                     "source": manifest["source"]["name"],
                     "target": manifest["target"]["name"],
@@ -48,7 +54,11 @@ def ls(directory: Annotated[Path | None, typer.Argument(help="Also list the arti
         print(f"  {name:<14} {location}")
     print("artifacts:")
     for artifact in artifacts:
-        print(f"  {artifact['path']}  {artifact['method']}: {artifact['source']} -> {artifact['target']}")
+        shown = Path(artifact["path"])
+        name = shown.name.replace("-", ":", 1) if shown.parent == mappers_directory() / "artifacts" else str(shown)
+        print(
+            f"  {name}  {artifact['method']}: {artifact['source']} -> {artifact['target']}{'  DAMAGED: ' + artifact['damage'] if artifact['damage'] else ''}"
+        )
 
 
 @app.command("show")

@@ -92,6 +92,18 @@ def caveats(manifest: Mapping[str, Any]) -> dict[str, str]:
     return told
 
 
+def check_dtype(name: str) -> torch.dtype:
+    """The storage dtype called `name`.
+
+    Raises:
+        BadInputError: unknown.
+    """
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise BadInputError(f"weights dtype '{name}' is unknown; use one of {', '.join(known)}")
+    return known[name]
+
+
 def save_mapper(
     mapper: Mapper,
     path: Path,
@@ -116,9 +128,7 @@ def save_mapper(
     Raises:
         BadInputError: an unknown dtype, or `path` exists.
     """
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if dtype not in known:
-        raise BadInputError(f"weights dtype '{dtype}' is unknown; use one of {', '.join(known)}")
+    stored_as = check_dtype(dtype)
     manifest = Manifest(
         recipe=dict(recipe),
         source=calibration["source"],
@@ -132,7 +142,7 @@ def save_mapper(
         imported=dict(imported) if imported is not None else None,
     )
     with atomic_directory(path, overwrite=overwrite) as directory:
-        tensors = {name: tensor.to(known[dtype]).contiguous() for name, tensor in mapper.tensors()}
+        tensors = {name: tensor.to(stored_as).contiguous() for name, tensor in mapper.tensors()}
         save_file(tensors, str(directory / "weights.safetensors"))
         (directory / "manifest.json").write_text(dump_json(manifest.model_dump()), encoding="utf-8")
     return manifest

@@ -126,7 +126,9 @@ class Recipe(ABC):
         values = {}
         for name, value in settings.items():
             if name not in fields:
-                raise BadInputError(f"recipe '{cls.method}' has no setting '{name}'; it has {', '.join(sorted(fields)) or 'none'}")
+                raise BadInputError(
+                    f"recipe '{cls.method}' has no setting '{name}'; it has {', '.join(sorted(f.rstrip('_') for f in fields)) or 'none'}"
+                )
             declared = fields[name].type
             # Without `from __future__ import annotations` in the recipe's module the annotation is a class, not text.
             annotation = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))

@@ -238,6 +238,10 @@ def load_model(
     known = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in known:
         raise BadInputError(f"dtype '{dtype}' is unknown; use one of {', '.join(known)}")
+    if attention not in MASKABLE_BACKENDS:
+        raise BadInputError(
+            f"attention backend '{attention}' takes no mask, which packed continuations need; use one of {', '.join(MASKABLE_BACKENDS)}"
+        )
     ref = resolve(name, revision)
     tokenizer = load_tokenizer(ref, trust_remote_code=trust_remote_code)
     kwargs: dict[str, Any] = {"dtype": known[dtype], "attn_implementation": attention, "trust_remote_code": trust_remote_code}
@@ -252,7 +256,7 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(ref.path, **kwargs)
         if not device_map:
             model = model.to(device)
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, AssertionError) as error:  # torch asserts that it was built for the device
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInputError(f"cannot load model '{name}': {reason}; check the name, the files and the device") from error
     return LoadedModel(model.eval(), tokenizer, ref)

@@ -76,6 +76,9 @@ class Judge:
         """Whether an arm is better than a reference: by the average difference, else by the tasks one by one."""
         if reference is None or arm == reference:
             return "unknown"
+        # A handful of items shows neither that an arm is better nor that it is not.
+        if all(pair.n < self.policy.min_n for pair in self._pairs(arm, reference)):
+            return "unknown"
         # Whether anything gets through an emptied cache is a question of existence: one task that shows it settles it, in all
         # tests of the report together. An average over tasks near chance would hide a perplexity that fell fiftyfold.
         if reference == self.zero and any(
@@ -128,8 +131,10 @@ class Judge:
             parts.append("worse than simply keeping the source model")
         elif source == "better":
             parts.append("better than the source model alone")
+        elif self.source is not None and arm != self.source:
+            parts.append("whether it is better than the source model alone is not known from so few items")
         if zero in ("not better", "worse"):
-            parts.append("no better than an empty cache: nothing gets through")
+            parts.append("not shown to be better than an empty cache")
         return "; ".join(parts) + "."
 
     def _target_point(self, arm: str, against: Sequence[PairView], degraded: Sequence[PairView]) -> str:

@@ -69,6 +69,9 @@ class GenerationSettings:
                 raise BadInputError(
                     f"generation argument {name}={value!r} is not supported by kvxfer; it takes until, max_gen_toks, {', '.join(SETTINGS)}"
                 )
+        for name, value in values.items():
+            if name != "do_sample" and (isinstance(value, bool) or not isinstance(value, int | float | None)):
+                raise BadInputError(f"generation argument {name}={value!r} is not a number")
         temperature = float(values.pop("temperature", 0.0) or 0.0)
         sample = values.pop("do_sample", None)
         sample = temperature > 0 if sample is None else bool(sample)

@@ -110,7 +110,7 @@ class KVTransferLM(HFLM):  # type: ignore[misc]
         dtype = str(kwargs.get("dtype", "auto")).removeprefix("torch.")
         try:
             super().__init__(pretrained=answering.path, **({"gguf_file": answering.gguf_file} if answering.gguf_file else {}), **kwargs)
-        except (OSError, ValueError, TypeError, RuntimeError) as error:
+        except (OSError, ValueError, TypeError, RuntimeError, AssertionError) as error:
             raise BadInputError(
                 f"cannot load '{answering.name}': {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
             ) from error

@@ -51,6 +51,11 @@ def leaf_tasks(manager: Any, tasks: Sequence[str]) -> dict[str, Any]:
         raise BadInputError(
             f"cannot load {', '.join(tasks)}: {type(error).__name__}: {reason}; without a network give local rows with --data-dir, or name other tasks"
         ) from error
+    rolling = [name for name, task in loaded.items() if task.OUTPUT_TYPE == "loglikelihood_rolling"]
+    if rolling:
+        raise BadInputError(
+            f"task {', '.join(rolling)} asks for rolling perplexity, which has no prefix to transfer; use 'wikitext2_prefix' (or 'tiny_prefix' for the embedded family)"
+        )
     return loaded
 
 

@@ -54,7 +54,8 @@ class SharedScorer:
     ) -> None:
         self.engine, self.max_length, self.bar, self.journal = engine, max_length, bar, journal
         self._auto = str(batch_size).startswith("auto")
-        self._batch_size = AUTO_BATCH if self._auto else int(batch_size)
+        whole = str(batch_size).lstrip("-").isdigit()
+        self._batch_size = AUTO_BATCH if self._auto else int(batch_size) if whole else 0
         if self._batch_size < 1:
             raise BadInputError(f"batch size = {batch_size}; it is a positive number or 'auto'")
         self.encoded: dict[tuple[str, bool | None, int | None], list[int]] = {}

@@ -79,6 +79,9 @@ def summarise(results: Mapping[str, Mapping[str, Any]], *, reference: str = "tar
                 continue
             mine = np.array([float(s[metric]) for s in sorted(samples, key=lambda s: s["doc_id"])])
             other = np.array([float(s[metric]) for s in sorted(reference_samples, key=lambda s: s["doc_id"]) if s["filter"] == filters[0]])
-            kept = paired_retention(mine, other, chance=chance, higher_is_better=True, rng=np.random.default_rng(seed))
+            labels = [s["doc"].get("conversation") for s in sorted(reference_samples, key=lambda s: s["doc_id"]) if s["filter"] == filters[0]]
+            # Turns of one conversation are not independent items; whole conversations are resampled, as in the report.
+            groups = np.array([str(label) for label in labels]) if all(label is not None for label in labels) else None
+            kept = paired_retention(mine, other, chance=chance, higher_is_better=True, groups=groups, rng=np.random.default_rng(seed))
             cells.append(Cell(task, arm, metric, float(value), len(samples), chance, kept.value, kept.interval, kept.floor_normalised))
     return cells
