@@ -85,7 +85,7 @@ def calibration(bench: Bench) -> tuple[float, float]:
     return median_seconds(lambda: harvest.run(overwrite=True), 3), median_seconds(bare, 3)
 
 
-def _scoring(bench: Bench, tasks: list[str], limit: int, batch_size: int) -> tuple[float, float]:
+def _scoring(bench: Bench, tasks: list[str], limit: int, batch_size: int, num_fewshot: int | None = None) -> tuple[float, float]:
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -97,19 +97,19 @@ def _scoring(bench: Bench, tasks: list[str], limit: int, batch_size: int) -> tup
     from kvbench.scoring.scorer import SharedScorer
 
     folder = bench.scratch / "tasks"
-    overlays(tasks, bench.data, folder)
+    overlays(tasks, bench.data, folder, num_fewshot=num_fewshot)
     manager = TaskManager(include_path=[str(folder)], include_defaults=False, metadata={"pretrained": bench.target.ref.path})
     arms = [own_prefill("target", bench.target), own_prefill("source", bench.source)]
     arms += [mapper_arm(str(bench.mapper()), bench.source, bench.target, name="ridge"), mapper_arm("zero", bench.source, bench.target)]
 
     def ours() -> None:
         scorer = SharedScorer(TransferEngine(bench.source, bench.target, arms), batch_size=batch_size, max_length=8192)
-        evaluate_arms(scorer, tasks, manager=manager, limit=limit)
+        evaluate_arms(scorer, tasks, manager=manager, limit=limit, num_fewshot=num_fewshot)
 
     def plain() -> None:
         for model in (bench.target, bench.source):
             lm = HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=batch_size)
-            lm_eval.simple_evaluate(model=lm, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=0)
+            lm_eval.simple_evaluate(model=lm, tasks=tasks, task_manager=manager, limit=limit, num_fewshot=num_fewshot, bootstrap_iters=0)
 
     return median_seconds(ours, 1), median_seconds(plain, 1)
 
@@ -121,7 +121,7 @@ def choice(bench: Bench) -> tuple[float, float]:
 
 def fewshot(bench: Bench) -> tuple[float, float]:
     """Four arms on 5-shot MMLU against two plain lm-eval runs."""
-    return _scoring(bench, ["mmlu_abstract_algebra"], 40, 16)
+    return _scoring(bench, ["mmlu_astronomy"], 40, 16, num_fewshot=5)
 
 
 def fit(bench: Bench) -> tuple[float, float]:
