@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbench.errors import ArtifactError, BadInputError
 
 # Column blocks of X'X: only those on and above the block diagonal are computed, the rest is mirrored at the end.
-BLOCK_COLUMNS = 1024
+BLOCK_COLUMNS = 512
 
 
 @dataclass

@@ -18,9 +18,13 @@ from kvbench.errors import BadInputError
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
-def _rotate_half(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x cos + rotate_half(x) sin` without the temporaries: the halves are added where they belong."""
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
 
 
 class Rope:
@@ -72,7 +76,6 @@ class Rope:
         sin = sin.to(keys.device).unsqueeze(2)
         rotary_dim = cos.shape[-1]
         x = keys.float()
-        if rotary_dim == x.shape[-1]:
-            return x * cos + _rotate_half(x) * sin
-        head, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-        return torch.cat((head * cos + _rotate_half(head) * sin, rest), dim=-1)
+        if rotary_dim < x.shape[-1]:
+            return torch.cat((_rotated(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
+        return _rotated(x, cos, sin)
