@@ -5,9 +5,7 @@ Public names load on first use, so that `import kvbench` costs nothing and needs
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
+# Every interpreter start imports this file (kvbench.pth), so it imports nothing that costs: not even typing.
 from kvbench._version import __version__
 from kvbench.errors import KVBenchError
 
@@ -32,9 +30,12 @@ _LAZY = {
 __all__ = ["KVBenchError", "__version__", *sorted(_LAZY)]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        from importlib import import_module
+
+        found: object = getattr(import_module(_LAZY[name]), name)
+        return found
     raise AttributeError(f"module 'kvbench' has no attribute '{name}'")
 
 
