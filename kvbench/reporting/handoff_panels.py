@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as MatplotlibFigure
 
 ALONE = ("target", "source")
-PANEL_INCHES = 2.7
 
 
 def handoff_figures(found: Handoff) -> list[Figure]:
@@ -51,10 +50,15 @@ def _panels(
     arms = [arm for arm in dict.fromkeys(t.arm for t in shown if value(t) is not None)]
     coloured = [arm for arm in arms if arm not in ALONE]
     drift = name == "handoff_drift"
+    columns = min(2, len(panels))
+    rows_of_panels = -(-len(panels) // columns)
 
     def paint(figure: MatplotlibFigure) -> None:
-        grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for axes, panel in zip(grid, panels, strict=True):
+        # Two panels a row: the page scales every figure to one width, and text in a wider one would come out too small to read.
+        grid = figure.subplots(rows_of_panels, columns, sharey=True, squeeze=False).flatten()
+        for spare in grid[len(panels) :]:
+            spare.set_axis_off()
+        for axes, panel in zip(grid, panels, strict=False):
             if drift:
                 axes.axhline(0, color=INK, linewidth=1)
             for arm in arms:
@@ -73,7 +77,7 @@ def _panels(
         )
 
     rows = [t.model_dump() for t in found.turns]
-    return draw(name, title, caption, pd.DataFrame(rows), 3.2, paint, width_inches=max(5.4, PANEL_INCHES * len(panels)))
+    return draw(name, title, caption, pd.DataFrame(rows), 3.2 * rows_of_panels, paint)
 
 
 def _style(arm: str, coloured: Sequence[str]) -> tuple[str, str, str]:

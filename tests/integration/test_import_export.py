@@ -66,7 +66,9 @@ def test_an_imported_map_scores_as_the_original_and_the_report_names_the_unknown
     assert "mapper 'veloxquant': unknown: source revision" in done.stderr
     scores = {arm: pd.read_parquet(run / "samples" / f"tiny_choice@{arm}.parquet")["loglikelihoods"] for arm in ("original", "router", "veloxquant")}
     for name in ("router", "veloxquant"):
-        assert [list(row) for row in scores[name]] == [list(row) for row in scores["original"]]
+        # The bits of the weights are equal (test above); the arms stand at other rows of a batch, where matrix kernels may round otherwise.
+        for mine, original in zip(scores[name], scores["original"], strict=True):
+            assert list(mine) == pytest.approx(list(original), abs=1e-4)
     arms = {arm["name"]: arm for arm in json.loads((run / "spec.json").read_text())["arms"]}
     assert arms["router"]["pin"]["imported from"] == "router"
     assert "unknown" not in arms["original"]["pin"]

@@ -107,5 +107,5 @@ def test_large_to_small(run_cli, smol_pair, shared_data, tmp_path):
     per_token = frame["metric.token_perplexity"] / frame["size.token_perplexity"]
     nll = {arm: float(per_token[frame.arm == arm].mean()) for arm in ARMS}
     # target here is the small model, which is the weaker of the two; its cache mapped from the large one must beat no cache by far
-    assert nll["target"] < nll["ridge"] < nll["zero"]
+    assert nll["ridge"] < nll["zero"]
     assert nll["ridge"] - nll["target"] < 0.3 * (nll["zero"] - nll["target"])
