@@ -11,7 +11,7 @@ from kvbench.errors import KVBenchError
 
 def _app() -> typer.Typer:
     from kvbench._version import __version__
-    from kvbench.cli import calibrate, check, demo, evaluate, fit, handoff, mapper, report, sweep, tasks
+    from kvbench.cli import calibrate, check, demo, diagnose, evaluate, fit, handoff, latency, mapper, plan, report, screen, sweep, tasks
 
     app = typer.Typer(
         name="kvbench",
@@ -28,12 +28,16 @@ def _app() -> typer.Typer:
             raise typer.Exit
 
     app.command("check")(check.check)
+    app.command("plan")(plan.plan)
     app.command("calibrate")(calibrate.calibrate)
     app.command("fit")(fit.fit)
     app.command("evaluate")(evaluate.evaluate)
     app.command("report")(report.report)
+    app.command("diagnose")(diagnose.diagnose)
     app.command("sweep")(sweep.sweep)
     app.command("handoff")(handoff.handoff)
+    app.command("latency")(latency.latency)
+    app.command("screen")(screen.screen)
     app.command("demo")(demo.demo)
     app.add_typer(mapper.app, name="mapper")
     app.add_typer(tasks.app, name="tasks")

@@ -59,17 +59,22 @@ def evaluate(
     from kvbench.scoring.arms import equal_shapes, mapper_arm, own_prefill
     from kvbench.scoring.engine import TransferEngine
     from kvbench.scoring.journal import Journal
+    from kvbench.scoring.offline import manager_over
     from kvbench.scoring.run import JOURNAL, arm_spec, execute, leaf_tasks, run_spec
     from kvbench.scoring.scorer import SharedScorer
     from kvbench.storage import check_writable
 
     check_writable(out, overwrite=True)
-    _check_early(mapper, control, source, target, gen_kwargs, limit)
+    check_early(mapper, control, source, target, gen_kwargs, limit)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     task_metadata = _metadata(metadata, source, target)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvbench-tasks-") as folder:
-        manager, fingerprints = _manager(names, data_dir, Path(folder), include_path or [], num_fewshot, task_metadata)
+        manager, fingerprints, lines = manager_over(
+            names, data_dir, Path(folder), include_path or [], num_fewshot=num_fewshot, metadata=task_metadata
+        )
+        for line in lines:
+            opt.say(line)
         leaves = leaf_tasks(manager, names)
         models = opt.load_pair(
             source,
@@ -130,7 +135,7 @@ def evaluate(
     _print(store, engine.costs, json)
 
 
-def _check_early(mapper: list[str] | None, control: list[str] | None, source: str, target: str, gen_kwargs: str | None, limit: float | None) -> None:
+def check_early(mapper: list[str] | None, control: list[str] | None, source: str, target: str, gen_kwargs: str | None, limit: float | None) -> None:
     """Mistakes that can be found before two models are loaded."""
     from lm_eval.utils import simple_parse_args_string
 
@@ -170,26 +175,6 @@ def _metadata(settings: list[str] | None, source: str, target: str) -> dict[str,
             raise BadInputError(f"--metadata {setting} is not of the form key=value")
         values[key] = int(value) if value.lstrip("-").isdigit() else value
     return values
-
-
-def _manager(
-    names: list[str], data_dir: Path | None, folder: Path, include: list[Path], num_fewshot: int | None, metadata: dict[str, Any]
-) -> tuple[Any, dict[str, str]]:
-    """lm-eval's task manager, over local rows where they are given, and their fingerprints by task."""
-    from kvbench.scoring.evaluate import task_manager
-
-    if data_dir is None:
-        return task_manager(names, include, metadata=metadata), {}
-    from lm_eval.tasks import TaskManager
-
-    from kvbench.scoring.offline import data_fingerprint, overlays
-
-    laid = overlays(names, data_dir, folder, include=include, num_fewshot=num_fewshot)
-    for overlay in laid:
-        if overlay.note:
-            opt.say(f"{overlay.task}: {overlay.note}")
-    manager = TaskManager(include_path=[str(folder)], include_defaults=False, metadata=metadata)
-    return manager, {overlay.task: data_fingerprint(overlay) for overlay in laid}
 
 
 def _print(store: RunStore, costs: Costs, as_json: bool) -> None:

@@ -110,8 +110,23 @@ def _calibration(data: dict[str, Any]) -> str:
 
 
 @app.command("verify")
-def verify(artifact: Artifact, json: opt.Json = False) -> None:
-    """Check every byte of a fitted mapper against its checksums and its manifest."""
+def verify(
+    artifact: Annotated[str, typer.Argument(help="Artifact directory, embedded:ridge, or the directory of a screen.")],
+    against: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="SOURCE TARGET", help="Compare with these models instead, from their files, without loading weights."),
+    ] = None,
+    source_revision: opt.SourceRevision = None,
+    target_revision: opt.TargetRevision = None,
+    json: opt.Json = False,
+) -> None:
+    """Check every byte of a fitted mapper against its checksums and its manifest; with --against, whether it belongs to two models.
+
+    Exit status 0: intact, and belongs to them; 4: it does not; 2: damaged or not there.
+    """
+    if against is not None:
+        _verify_against(artifact, against, source_revision, target_revision, json)
+        return
     from kvbench.mappers.artifact import load_mapper
     from kvbench.scoring.arms import artifact_path
 
@@ -121,6 +136,25 @@ def verify(artifact: Artifact, json: opt.Json = False) -> None:
         print(json_module.dumps({"path": str(path), "intact": True, "format_version": manifest["format_version"]}, sort_keys=True))
     else:
         print(f"{path}: intact (format version {manifest['format_version']})")
+
+
+def _verify_against(artifact: str, against: tuple[str, str], source_revision: str | None, target_revision: str | None, json: bool) -> None:
+    """Nothing here may import torch: a router waits for it at start-up."""
+    from kvbench.paths import mappers_directory
+    from kvbench.screening.verify import verify_against
+
+    path = mappers_directory() / "artifacts" / artifact.replace(":", "-") if artifact.startswith("embedded:") else Path(artifact)
+    found = verify_against(path, *against, source_revision=source_revision, target_revision=target_revision)
+    if json:
+        print(json_module.dumps(found.to_dict(), indent=2, sort_keys=True))
+    else:
+        for finding in found.findings:
+            print(f"{finding.status:<11} {finding.what}{': ' + finding.detail if finding.detail else ''}")
+        print(
+            f"{found.path}: {'belongs to' if found.passed else 'does NOT belong to'} {against[0]} -> {against[1]}; mapper id {found.mapper_id[:16]}"
+        )
+    if not found.passed:
+        raise typer.Exit(4)
 
 
 @app.command("import")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvbench.errors import ArtifactError
+from kvbench.pairs.files import file_fingerprints
 from kvbench.pairs.geometry import geometry_of
 from kvbench.pairs.models import LoadedModel
 from kvbench.pairs.tokenizers import config_fingerprint, tokenizer_fingerprint
@@ -38,6 +39,7 @@ def pin(model: LoadedModel) -> dict[str, Any]:
         "config_fingerprint": config_fingerprint(model.config),
         "weights_fingerprint": weights_fingerprint(model.model),
         "tokenizer_fingerprint": tokenizer_fingerprint(model.tokenizer),
+        "files": file_fingerprints(model.ref),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention_backend": model.attention_backend,
         "geometry": {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim, "query_heads": geometry.query_heads},

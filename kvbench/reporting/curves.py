@@ -53,14 +53,15 @@ def curves(
     log_x: bool = False,
     log_y: bool = False,
     zero: bool = False,
+    rule: float | None = None,
     height_inches: float = 3.2,
 ) -> Figure:
-    """Lines with their names at the right end and, where known, bands."""
+    """Lines with their names at the right end and, where known, bands; `rule` draws a line across at a value."""
 
     def paint(figure: MatplotlibFigure) -> None:
         axes = figure.add_subplot()
-        if zero:
-            axes.axhline(0, color=INK, linewidth=1)
+        if zero or rule is not None:
+            axes.axhline(rule or 0, color=INK, linewidth=1)
         for index, line in enumerate(lines):
             colour, style = _colour(line.colour), "--" if line.dashed else "-"
             axes.plot(line.x, line.y, style, color=colour, marker=MARKERS[index % len(MARKERS)], markersize=4.5, linewidth=1.8)
@@ -71,6 +72,11 @@ def curves(
         if log_x:
             axes.set_xscale("log")
             _plain(axes.xaxis)
+            asked = sorted({x for line in lines for x in line.x})
+            if len(asked) <= 6:
+                # Few settings: name them instead of decades.
+                axes.set_xticks(asked, [f"{x:,.6g}" for x in asked])
+                axes.minorticks_off()
         if log_y:
             axes.set_yscale("log")
             _plain(axes.yaxis)
@@ -120,6 +126,8 @@ def heatmaps(name: str, title: str, caption: str, panels: Sequence[tuple[str, Se
     """R2 heatmaps `[source layer][target layer]`, one panel each, one colour scale from 0 to 1."""
 
     def paint(figure: MatplotlibFigure) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         image = None
         grids = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (label, matrix) in zip(grids, panels, strict=True):
@@ -128,6 +136,8 @@ def heatmaps(name: str, title: str, caption: str, panels: Sequence[tuple[str, Se
             axes.set_title(label, fontsize=10)
             axes.set_xlabel("target layer")
             axes.set_ylabel("source layer")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(MaxNLocator(integer=True))
         if image is not None:
             figure.colorbar(image, ax=list(grids), label="held-out R\u00b2", shrink=0.9)
 

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvbench.reporting.curves import Curve, curves, heatmaps, scatter
+from kvbench.reporting.curves import Curve, curves, scatter
+from kvbench.reporting.diagnostics_figures import diagnostics_figures
 from kvbench.reporting.handoff_panels import handoff_figures
+from kvbench.reporting.latency_figures import latency_only_figures
 from kvbench.reporting.plots import AVERAGE, Bar, Figure, Flips, flips, forest
 from kvbench.reporting.view import Comparison, PairView, TaskView
 from kvbench.runs.measured import Diagnostics, Latency, Sweep
@@ -76,29 +78,6 @@ def flips_figure(comparison: Comparison) -> Figure | None:
     return flips(rows, comparison.reference_arm) if rows else None
 
 
-def diagnostics_figures(found: Diagnostics, comparison: Comparison) -> list[Figure]:
-    """R2 heatmaps and attention-output cosine by layer."""
-    figures = []
-    for number, mapper in enumerate(found.mappers):
-        panels = [(label, matrix) for label, matrix in (("keys", mapper.r2_keys), ("values", mapper.r2_values)) if matrix]
-        if panels:
-            caption = "Held-out R\u00b2 of mapping one source layer to one target layer. Bright is predictable."
-            figures.append(heatmaps(f"r2_{number}", f"R\u00b2 by layer, {mapper.arm}", caption, panels))
-    lines: list[Curve] = []
-    for mapper in found.mappers:
-        for variant, cosines in (("native", mapper.cosine_native), ("propagated", mapper.cosine_propagated)):
-            if cosines:
-                layers = [float(i) for i, value in enumerate(cosines) if value is not None]
-                values = [value for value in cosines if value is not None]
-                lines.append(
-                    Curve(f"{mapper.arm} ({variant})", layers, values, colour=_colour_of(mapper.arm, comparison), dashed=variant == "propagated")
-                )
-    if lines:
-        caption = "Cosine between attention outputs on the mapped and on the target's own prefix; 1 is identical."
-        figures.append(curves("cosine", "Attention-output cosine", caption, lines, x_label="target layer", y_label="cosine"))
-    return figures
-
-
 def sweep_figure(found: Sweep, comparison: Comparison) -> Figure:
     """Figure of merit over the swept parameter."""
     lines: list[Curve] = []
@@ -116,23 +95,19 @@ def sweep_figure(found: Sweep, comparison: Comparison) -> Figure:
 
 def latency_figures(found: Latency, comparison: Comparison) -> list[Figure]:
     """Latency over length, and score against latency."""
-    lines: list[Curve] = []
-    for arm, cold in dict.fromkeys((point.arm, point.cold) for point in found.points):
-        points = sorted((p for p in found.points if (p.arm, p.cold) == (arm, cold)), key=lambda p: p.tokens)
-        label = f"{arm}, cold" if cold else arm
-        lines.append(
-            Curve(label, [float(p.tokens) for p in points], [1000 * p.p50_seconds for p in points], colour=_colour_of(arm, comparison), dashed=cold)
-        )
-    caption = f"Median time to the first token on {found.device}. Cold counts the source's own prefill too."
-    figures = [curves("latency", "Latency", caption, lines, x_label="context tokens", y_label="milliseconds", log_x=True, log_y=True)]
+    figures = latency_only_figures(found, lambda arm: _colour_of(arm, comparison))
     longest = max(point.tokens for point in found.points)
-    at = {("target" if p.arm == "re-prefill" else p.arm): 1000 * p.p50_seconds for p in found.points if p.tokens == longest and not p.cold}
+    at = {
+        ("target" if p.arm == "re-prefill" else p.arm): 1000 * p.p50_seconds
+        for p in found.points
+        if p.tokens == longest and not p.cold and not p.error
+    }
     scores = {arm: average.arm_score for arm in comparison.mappers if (average := comparison.average(arm, comparison.reference_arm)) is not None}
     reference = next((average.reference_score for average in comparison.averages if average.reference == comparison.reference_arm), None)
     scores[comparison.reference_arm] = reference
     points_ = [(arm, at[arm], 100 * score, _colour_of(arm, comparison)) for arm, score in scores.items() if score is not None and arm in at]
     if len(points_) > 1:
-        caption = f"Mean score of the tasks against the median latency at {longest:,} tokens. Up and left is better."
+        caption = f"Mean score of the tasks against the median time to the first token at {longest:,} tokens, warm. Up and left is better. {found.conditions}."
         figures.append(
             scatter(
                 "accuracy_latency",
@@ -144,6 +119,14 @@ def latency_figures(found: Latency, comparison: Comparison) -> list[Figure]:
             )
         )
     return figures
+
+
+def _diagnostics(found: Diagnostics | None, comparison: Comparison) -> list[Figure]:
+    if found is None:
+        return []
+    others = [arm for arm in found.arms() if arm not in comparison.mappers and arm != "source"]
+    # Arms that the run does not have get the colours behind those of its mappers.
+    return diagnostics_figures(found, lambda arm: _colour_of(arm, comparison, len(comparison.mappers) + others.index(arm) if arm in others else None))
 
 
 def _colour_of(arm: str, comparison: Comparison, default: int | None = None) -> int | None:
@@ -168,6 +151,8 @@ def _margin(comparison: Comparison, task: TaskView, pair: PairView) -> float | N
     """The margin on the scale of retention: the reference's score being fixed, a loss of `margin` is this share."""
     if task.kind == "nll":
         return math.exp(-pair.margin)
+    if comparison.policy.retention is not None and task.higher_is_better:
+        return comparison.policy.retention
     score = comparison.score(task.id, pair.reference).score.value
     return None if not score else 1 - pair.margin / score
 
@@ -182,7 +167,7 @@ def all_figures(comparison: Comparison) -> dict[str, Sequence[Figure]]:
     ):
         found[name] = [figure] if figure is not None else []
     for number, extras in enumerate(comparison.extras):
-        here: dict[str, list[Figure]] = {"diagnostics": diagnostics_figures(extras.diagnostics, comparison) if extras.diagnostics is not None else []}
+        here: dict[str, list[Figure]] = {"diagnostics": _diagnostics(extras.diagnostics, comparison)}
         here["sweep"] = [sweep_figure(extras.sweep, comparison)] if extras.sweep is not None and extras.sweep.points else []
         here["latency"] = latency_figures(extras.latency, comparison) if extras.latency is not None and extras.latency.points else []
         here["handoff"] = handoff_figures(extras.handoff) if extras.handoff is not None else []

@@ -8,12 +8,14 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvbench.reporting import numbers
+from kvbench.reporting import numbers, screened
 from kvbench.reporting.comparison import Compared
 from kvbench.reporting.export import page_items
+from kvbench.reporting.latency_rows import PlainTable, tables
 from kvbench.reporting.plots import PALETTE, Figure
 from kvbench.reporting.rows import MARKS, average_line, headline, matrix, pair_rows
 from kvbench.reporting.view import Comparison, Relation, VerdictView
+from kvbench.runs.verdict import Verdict
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -44,6 +46,7 @@ class Figures(NamedTuple):
     command: str
     what: str
     figures: Sequence[Figure]
+    tables: Sequence[PlainTable] = ()
 
 
 class Card(NamedTuple):
@@ -77,14 +80,38 @@ def html(compared: Compared, figures: Mapping[str, Sequence[Figure]], *, prompts
         rows=relations,
         further=[row for relation in ("target", "source", "zero", "mapper") for row in pair_rows(comparison, relation, primary=False)],
         figures=figures,
-        sections=[Figures(key, title, command, what, figures.get(key, ())) for key, title, command, what in _SECTIONS],
-        margin=numbers.points(comparison.policy.margin).lstrip("+"),
+        sections=[Figures(key, title, command, what, figures.get(key, ()), _tables(comparison, key)) for key, title, command, what in _SECTIONS],
+        margin=numbers.margin(comparison.policy),
         level=f"{comparison.policy.level * 100:.4g} %",
         items=_script_json(items),
         omitted=items["omitted"],
         style=_text("report.css"),
+        screen_rows=screened.rows(comparison.screen) if comparison.screen is not None else [],
+        screen_badge=screened.BADGE[comparison.screen.verdict] if comparison.screen is not None else "",
+        screen_policy=screened.policy_yaml(comparison.screen) if comparison.screen is not None else "",
         script=_text("report.js"),
     )  # fmt: skip
+
+
+def _tables(comparison: Comparison, key: str) -> list[PlainTable]:
+    """Tables of an optional section."""
+    return [table for extras in comparison.extras if key == "latency" and extras.latency is not None for table in tables(extras.latency)]
+
+
+def verdict_html(verdict: Verdict, title: str) -> str:
+    """The page of a screen that ended before anything was compared."""
+    return (
+        _environment()
+        .get_template("verdict.html")
+        .render(
+            v=verdict,
+            title=title,
+            rows=screened.rows(verdict),
+            badge=screened.BADGE[verdict.verdict],
+            policy=screened.policy_yaml(verdict),
+            style=_text("report.css"),
+        )
+    )
 
 
 def _card(comparison: Comparison, verdict: VerdictView, colour: str) -> Card:
@@ -110,7 +137,11 @@ def _environment() -> Environment:
     from jinja2 import DictLoader, Environment, StrictUndefined
 
     return Environment(
-        loader=DictLoader({"report.html": _text("report.html")}), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=DictLoader({name: _text(name) for name in ("report.html", "screen.html", "verdict.html")}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
 

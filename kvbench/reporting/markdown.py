@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbench.reporting import numbers
+from kvbench.reporting import numbers, screened
 from kvbench.reporting.rows import MARKS, average_line, headline, matrix, pair_rows
 from kvbench.reporting.view import Comparison, Relation
 
@@ -13,6 +13,8 @@ def markdown(comparison: Comparison) -> str:
     """Verdicts first, then the score matrix, then all comparisons in folded tables."""
     policy = comparison.policy
     parts = [f"## {_cell(comparison.title)}", _cell(headline(comparison))]
+    if comparison.screen is not None:
+        parts.append(screened.markdown(comparison.screen))
     for verdict in comparison.verdicts:
         parts.append(
             f"**{_cell(verdict.arm)}: {verdict.reading}.** {_cell(verdict.sentence)}\n\n" + "\n".join(f"- {_cell(point)}" for point in verdict.points)
@@ -31,7 +33,7 @@ def markdown(comparison: Comparison) -> str:
     parts.append(
         f"In brackets: share of {_cell(comparison.reference_arm)}'s score kept (\u00d7: ratio of perplexities). "
         f"Against {_cell(comparison.reference_arm)}: {legend}. "
-        f"Margin {numbers.points(policy.margin).lstrip('+')} ({policy.nll_margin:g} nats per token), {policy.level * 100:.4g} % intervals."
+        f"{_capital(numbers.margin(policy))}; {policy.level * 100:.4g} % intervals."
     )
     for relation, title in _RELATIONS:
         found = pair_rows(comparison, relation)
@@ -71,6 +73,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(_cell(cell) for cell in header) + " |", "|" + " --- |" * len(header)]
     lines += ["| " + " | ".join(_cell(cell).replace(" []", "") for cell in row) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _cell(text: str) -> str:

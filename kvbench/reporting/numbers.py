@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbench.reporting.view import Estimate, PairView, TaskView
+from kvbench.reporting.view import Estimate, PairView, Policy, TaskView
 
 MINUS = "\u2212"
 
@@ -21,6 +21,17 @@ def points(value: float, digits: int = 1) -> str:
     """A difference of fractions in percentage points: 0.012 -> '+1.2 pp'."""
     shown = f"{100 * value:+.{digits}f}"
     return signed("0.0" if float(shown) == 0 else shown) + " pp"
+
+
+def margin(policy: Policy) -> str:
+    """What a task may lose, in words."""
+    if policy.retention is None:
+        kept = f"margin {points(policy.margin).lstrip('+')} of score"
+    else:
+        average = "" if policy.average_retention is None else f" ({percent(policy.average_retention, 0)} on average)"
+        kept = f"at least {percent(policy.retention, 0)} of the target's score kept{average}"
+    name = "" if policy.name is None else f"policy '{policy.name}'" + (f" {policy.fingerprint[:12]}" if policy.fingerprint else "") + ": "
+    return f"{name}{kept}, {policy.nll_margin:g} nats per token"
 
 
 def p_value(p: float | None) -> str:

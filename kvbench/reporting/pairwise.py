@@ -21,6 +21,7 @@ from kvbench.stats import (
     RequiredN,
     Undefined,
     Value,
+    bounded_difference_interval,
     decide,
     difference_of_means,
     paired_bootstrap,
@@ -101,6 +102,9 @@ def compare_pair(data: TaskData, arm: str, reference: str, relation: Relation, p
         )
     compare = _nll if view.kind == "nll" else _proportions if view.kind == "accuracy" and data.groups is None else _graded
     found = compare(data, data.scores[arm], data.scores[reference], policy, generator(policy, view.id, arm, reference))
+    if policy.retention is not None and relation in ("target", "context") and view.kind != "nll" and view.higher_is_better:
+        margin = 1 - policy.retention
+        found = _on_retention(found, data, data.scores[arm], data.scores[reference], policy, margin)
     required = found.required if found.decision.disposition is Disposition.INCONCLUSIVE else None
     p = found.p
     return PairView(
@@ -187,7 +191,7 @@ def _graded(data: TaskData, arm: Vector, reference: Vector, policy: Policy, rng:
     interval: MaybeInterval
     differing = int(np.sum(arm != reference))
     if differing < MIN_DIFFERING:
-        interval = Undefined(f"the arms differ on {differing} items; a bootstrap interval needs at least {MIN_DIFFERING}")
+        interval = bounded_difference_interval(arm, reference, groups=groups, level=policy.level)
     else:
         interval = paired_bootstrap([arm, reference], difference_of_means, rng=rng, groups=groups, level=policy.level, resamples=policy.resamples)
     retention, floor = _retentions(data, arm, reference, policy, rng)
@@ -213,6 +217,21 @@ def _graded(data: TaskData, arm: Vector, reference: Vector, policy: Policy, rng:
             min_n=policy.min_n,
         ),
     )
+
+
+def _on_retention(found: _Found, data: TaskData, arm: Vector, reference: Vector, policy: Policy, margin: float) -> _Found:
+    """Judge the share of the reference's score that is kept, for policies that state one."""
+    kept = found.retention
+    bounds: MaybeInterval
+    if kept.lower is None or kept.upper is None:
+        bounds = Undefined(kept.reason or kept.interval_reason or "retention is undefined")
+    else:
+        bounds = Interval(kept.lower, kept.upper, policy.level, kept.method or "")
+    decision = decide(bounds, null=1.0, margin=margin, n=data.view.n, min_n=policy.min_n)
+    required = required_n(
+        arm, reference, margin=margin, scale="retention", groups=data.groups, alpha=1 - policy.level, min_n=policy.min_n
+    )  # fmt: skip
+    return found._replace(decision=decision, required=required)
 
 
 def _nll(data: TaskData, arm: Vector, reference: Vector, policy: Policy, rng: np.random.Generator) -> _Found:

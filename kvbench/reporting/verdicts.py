@@ -53,8 +53,9 @@ class Judge:
         counts = Counter(pair.disposition for pair in against)
         source, zero = self.standing(arm, self.source), self.standing(arm, self.zero)
         degraded = [pair for pair in against if pair.disposition == Disposition.DEGRADED.value]
-        fine = all(pair.disposition in _GOOD for pair in against)
-        reading, tone = self._reading(source, zero, bool(degraded), fine)
+        average = self._average_floor(arm)
+        fine = all(pair.disposition in _GOOD for pair in against) and average in (None, "kept")
+        reading, tone = self._reading(source, zero, bool(degraded) or average == "missed", fine)
         points = [self._target_point(arm, against, degraded)]
         if self.source is not None:
             points.append(self._source_point(arm, source))
@@ -95,6 +96,16 @@ class Judge:
         improved = sum(pair.disposition == Disposition.IMPROVED.value for pair in pairs)
         lost = sum(pair.loss_shown for pair in pairs)
         return "better" if improved and not lost else "worse" if lost and not improved else "not better"
+
+    def _average_floor(self, arm: str) -> Literal["kept", "missed", "open"] | None:
+        """Whether the policy's average retention is kept; None where it asks for none."""
+        floor, average = self.policy.average_retention, self.averages.get((arm, self.reference))
+        if floor is None or average is None:
+            return None
+        lower, upper = average.retention.lower, average.retention.upper
+        if lower is None or upper is None:
+            return "open"
+        return "kept" if lower >= floor else "missed" if upper < floor else "open"
 
     def _pairs(self, arm: str, reference: str) -> list[PairView]:
         return [pair for name in self.tasks if (pair := self.pairs.get((name, arm, reference))) is not None]

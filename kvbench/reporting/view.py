@@ -8,6 +8,7 @@ from pydantic import Field
 
 from kvbench.runs.measured import Extras
 from kvbench.runs.schema import Provenance, Role, Stored
+from kvbench.runs.verdict import Verdict
 from kvbench.stats import Interval, MaybeInterval, Undefined, Value
 
 COMPARISON_VERSION = 1
@@ -69,6 +70,15 @@ class Policy(Stored):
     """Of the bootstrap."""
     resamples: int = Field(default=10_000, ge=1_000)
     """Of the bootstrap."""
+    retention: float | None = Field(default=None, gt=0, le=1)
+    """Share of the target's score that a task must keep. Where it is set, a mapper's scores are judged against the target on retention instead of on
+    `margin`: 0.9 means that a loss of a tenth of the target's score is not material."""
+    average_retention: float | None = Field(default=None, gt=0, le=1)
+    """Share that must be kept on average over the tasks; None asks for no average."""
+    name: str | None = None
+    """Of the policy file."""
+    fingerprint: str | None = None
+    """SHA-256 of the policy file."""
 
 
 class ArmView(Stored):
@@ -178,7 +188,7 @@ class PairView(Stored):
     decision_reason: str
     """With the numbers it rests on."""
     margin: float
-    """Applied margin."""
+    """Applied margin, in the unit of the score; where the policy states a retention, the share of the reference's score that may be lost."""
     loss_shown: bool = False
     """Whether a loss of any size is beyond doubt."""
     required_n: int | None = None
@@ -294,6 +304,8 @@ class Comparison(Stored):
     """Inputs."""
     extras: tuple[Extras, ...] = ()
     """Optional measurements found beside the runs."""
+    screen: Verdict | None = None
+    """The verdict of `kvbench screen`, in its own report."""
     command: str = ""
     """Regenerates the report."""
     provenance: Provenance | None = None

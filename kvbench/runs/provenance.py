@@ -89,7 +89,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 def _machine() -> dict[str, str]:
     machine = {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cpus": str(os.cpu_count() or 0),
     }
     torch = sys.modules.get("torch")
@@ -98,7 +98,8 @@ def _machine() -> dict[str, str]:
     return machine
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

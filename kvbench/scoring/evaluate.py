@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,22 @@ def task_manager(tasks: Sequence[str], include: Sequence[Path] = (), metadata: M
         raise BadInputError("no task given; name one or more with --tasks")
     found = find_definitions(list(tasks), include)
     return TaskManager(include_path=[str(path) for path in found.folders], include_defaults=False, metadata=dict(metadata or {}))
+
+
+@contextmanager
+def _no_git() -> Iterator[None]:
+    """lm-eval asks git for a commit in the working directory, which complains on the terminal where that is no repository, once per arm.
+
+    A run's provenance records kvbench's own commit; lm-eval's field stays empty.
+    """
+    from lm_eval import evaluator
+
+    asked = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = lambda: None
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = asked
 
 
 def evaluate_arms(
@@ -82,18 +99,19 @@ def evaluate_arms(
         if on_arm:
             on_arm(arm)
         lm = KVTransferLM.from_scorer(scorer, arm)
-        results[arm.name] = lm_eval.simple_evaluate(
-            model=lm,
-            tasks=names,
-            task_manager=manager,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=fewshot_as_multiturn,
-            gen_kwargs=gen_kwargs,
-            bootstrap_iters=bootstrap_iters,
-            fewshot_random_seed=seed,
-            log_samples=True,
-            evaluation_tracker=trackers[arm.name] if trackers else None,
-        )
+        with _no_git():
+            results[arm.name] = lm_eval.simple_evaluate(
+                model=lm,
+                tasks=names,
+                task_manager=manager,
+                limit=limit,
+                num_fewshot=num_fewshot,
+                apply_chat_template=apply_chat_template,
+                fewshot_as_multiturn=fewshot_as_multiturn,
+                gen_kwargs=gen_kwargs,
+                bootstrap_iters=bootstrap_iters,
+                fewshot_random_seed=seed,
+                log_samples=True,
+                evaluation_tracker=trackers[arm.name] if trackers else None,
+            )
     return results

@@ -139,6 +139,43 @@ def data_fingerprint(overlay: Overlay) -> str:
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
+def manager_over(
+    names: Sequence[str],
+    data_dir: Path | None,
+    folder: Path,
+    include: Sequence[Path] = (),
+    *,
+    num_fewshot: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> tuple[Any, dict[str, str], list[str]]:
+    """lm-eval's task manager, over local rows where they are given.
+
+    Args:
+        names: tasks and groups.
+        data_dir: local rows, or None for the tasks' own data.
+        folder: for the task files that point to local rows.
+        include: more folders of tasks.
+        num_fewshot: asked for in place of the tasks' own.
+        metadata: what tasks are built from.
+
+    Returns:
+        The manager, fingerprints of local data by task, and what a user must be told.
+
+    Raises:
+        BadInputError: an unknown task, or missing rows.
+    """
+    from kvbench.scoring.evaluate import task_manager
+
+    if data_dir is None:
+        return task_manager(names, include, metadata=metadata), {}, []
+    from lm_eval.tasks import TaskManager
+
+    laid = overlays(list(names), data_dir, folder, include=list(include), num_fewshot=num_fewshot)
+    manager = TaskManager(include_path=[str(folder)], include_defaults=False, metadata=dict(metadata or {}))
+    told = [f"{overlay.task}: {overlay.note}" for overlay in laid if overlay.note]
+    return manager, {overlay.task: data_fingerprint(overlay) for overlay in laid}, told
+
+
 def _plan(leaf: Leaf, data_dir: Path, num_fewshot: int) -> _Plan:
     config = leaf.config
     dataset, name = config.get("dataset_path"), config.get("dataset_name")

@@ -20,7 +20,16 @@ from kvbench.stats.intervals import (
     refusal,
     resample,
 )
-from kvbench.stats.paired import McNemar, PairedProportions, PairedValues, mcnemar, paired_proportions, paired_values, tango_interval
+from kvbench.stats.paired import (
+    McNemar,
+    PairedProportions,
+    PairedValues,
+    bounded_difference_interval,
+    mcnemar,
+    paired_proportions,
+    paired_values,
+    tango_interval,
+)
 from kvbench.stats.retention import (
     MIN_DIFFERING,
     AverageRetention,
@@ -60,6 +69,7 @@ __all__ = [
     "average_draws",
     "average_retention",
     "benjamini_hochberg",
+    "bounded_difference_interval",
     "decide",
     "difference_of_means",
     "evaluate",

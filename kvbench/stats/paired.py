@@ -299,3 +299,39 @@ def _exact_signed_rank_p(ranks: Vector, up: float) -> float:
     observed = round(2 * up)
     tail = min(float(chance[: observed + 1].sum()), float(chance[observed:].sum()))
     return min(2 * tail, 1.0)
+
+
+def bounded_difference_interval(arm: ArrayLike, reference: ArrayLike, *, groups: ArrayLike | None = None, level: float = 0.95) -> MaybeInterval:
+    """Conservative interval of the mean difference of scores between 0 and 1, for arms that hardly differ.
+
+    A bootstrap of data without differences knows none. Here the shares of losing and of winning units (items, or clusters) are bounded by
+    Clopper and Pearson, and every such unit is taken to lose or win all there is: the truth lies between minus the first bound and the second.
+
+    Args:
+        arm: `[n]` scores in [0, 1].
+        reference: `[n]`, the same items in the same order.
+        groups: `[n]` cluster labels; a cluster whose mean differs counts as one unit.
+        level: nominal coverage, each side taking half of what is left.
+
+    Returns:
+        The interval, or Undefined for scores outside [0, 1].
+
+    Raises:
+        BadInputError: on empty, unequal or non-finite scores.
+
+    Source:
+        Clopper and Pearson, Biometrika 26:404-413 (1934).
+    """
+    from statsmodels.stats.proportion import proportion_confint
+
+    first, second = paired_vectors(arm, reference)
+    check_level(level)
+    if min(first.min(), second.min()) < 0 or max(first.max(), second.max()) > 1:
+        return Undefined("scores outside 0 to 1 have no largest difference to fall back on")
+    change = first - second
+    if groups is not None:
+        codes = group_codes(groups, first.size)
+        change = np.bincount(codes, weights=change) / np.bincount(codes)
+    units = int(change.size)
+    lost, won = (float(proportion_confint(int(np.sum(side)), units, alpha=1 - level, method="beta")[1]) for side in (change < 0, change > 0))
+    return Interval(-lost, won, level, f"Clopper-Pearson of the {'clusters' if groups is not None else 'items'} that differ, each by all there is")

@@ -29,7 +29,7 @@ from kvbench.stats.intervals import (
     refusal,
     resample,
 )
-from kvbench.stats.paired import tango_interval
+from kvbench.stats.paired import bounded_difference_interval, tango_interval
 from kvbench.stats.status import Interval, MaybeInterval, Undefined, Value
 
 MIN_DIFFERING = 10
@@ -127,8 +127,8 @@ def paired_retention(
     """Share of the reference's score that the arm keeps, plain and above chance.
 
     With fewer than `MIN_DIFFERING` differing items (or clusters) the bootstrap is replaced, for right-or-wrong items without clusters, by
-    1 + (Tango interval of the paired difference) / (reference - floor), the reference held fixed; the method says so. For
-    other scores there is then no interval.
+    1 + (Tango interval of the paired difference) / (reference - floor), the reference held fixed; the method says so. For graded or
+    clustered scores in [0, 1] the conservative `bounded_difference_interval` takes its place; for others there is then no interval.
 
     Args:
         arm: `[n]` scores.
@@ -166,7 +166,7 @@ def paired_retention(
         if refused is not None:
             return value, refused
         if sample is None:
-            return value, _few_differing(first, second, floor, clusters, units, level)
+            return value, _few_differing(first, second, floor, groups, units, level)
         return value, interval_of(evaluate(sample, _ratio_above(floor)), level=level, method=method)
 
     value, interval = both(0.0, "retention")
@@ -256,7 +256,8 @@ def average_retention(
     """Mean retention over tasks, every task weighing alike.
 
     Undefined as soon as one task's is: an average over the tasks that happen to have a value would be another average. The
-    interval further needs every task to be large enough, and `MIN_DIFFERING` differing items or clusters in all.
+    interval further needs every task to be large enough. With fewer than `MIN_DIFFERING` differing items or clusters in all it is the mean of
+    the tasks' own (conservative) bounds.
 
     Args:
         tasks: scores by task name, at least one; higher is better in all.
@@ -288,8 +289,18 @@ def average_retention(
         reason = refusal(first.size, clusters)
         if reason is not None and refused is None:
             refused = Undefined(f"task {name}: {reason.reason}")
-    if refused is None and units < MIN_DIFFERING:
-        refused = _too_few(units, any(task.groups is not None for task in tasks.values()))
+    few = refused is None and units < MIN_DIFFERING
+
+    def bounds_of(floors: Mapping[str, float]) -> MaybeInterval:
+        found = []
+        for name in names:
+            first, second, _ = _checked(tasks[name].arm, tasks[name].reference, tasks[name].groups, tasks[name].chance)
+            one = _few_differing(first, second, floors[name], tasks[name].groups, _differing(first, second, tasks[name].groups)[1], level)
+            if isinstance(one, Undefined):
+                return Undefined(f"task {name}: {one.reason}")
+            found.append(one)
+        lower, upper = (float(np.mean([getattr(b, side) for b in found])) for side in ("lower", "upper"))
+        return Interval(lower, upper, level, f"mean of the tasks' bounds, {units} differing items or clusters in all")
 
     def average(floors: Mapping[str, float], kind: str) -> tuple[Value, MaybeInterval]:
         draws: list[Draws] = []
@@ -300,7 +311,9 @@ def average_retention(
                 return gone, gone
             draws.append(evaluate(sample, _ratio_above(floors[name])))
         mean = average_draws(draws)
-        return mean.observed, interval_of(mean, level=level, method=method) if refused is None else refused
+        if refused is not None:
+            return mean.observed, refused
+        return mean.observed, bounds_of(floors) if few else interval_of(mean, level=level, method=method)
 
     value, interval = average(dict.fromkeys(names, 0.0), "retention")
     chances = {name: chance for name in names if (chance := tasks[name].chance) is not None}
@@ -352,13 +365,19 @@ def _too_few(units: int, clustered: bool) -> Undefined:
     return Undefined(f"the arms differ on {units} {'clusters' if clustered else 'items'}; a bootstrap interval needs at least {MIN_DIFFERING}")
 
 
-def _few_differing(first: Vector, second: Vector, floor: float, clusters: int | None, units: int, level: float) -> MaybeInterval:
-    """Score interval instead of a bootstrap that hardly sees a difference."""
-    if clusters is not None or not (is_zero_one(first) and is_zero_one(second)):
-        return _too_few(units, clusters is not None)
-    bounds = tango_interval(int(np.sum(first > second)), int(np.sum(first < second)), int(first.size), level=level)
+def _few_differing(first: Vector, second: Vector, floor: float, groups: ArrayLike | None, units: int, level: float) -> MaybeInterval:
+    """Score interval, or the conservative one, instead of a bootstrap that hardly sees a difference; the reference is held fixed."""
+    exact = groups is None and is_zero_one(first) and is_zero_one(second)
+    bounds: MaybeInterval
+    bounds = (
+        tango_interval(int(np.sum(first > second)), int(np.sum(first < second)), int(first.size), level=level)
+        if exact
+        else bounded_difference_interval(first, second, groups=groups, level=level)
+    )
+    if isinstance(bounds, Undefined):
+        return Undefined(f"{_too_few(units, groups is not None).reason}, and {bounds.reason}")
     divisor = float(second.mean()) - floor
-    name = f"{bounds.method} of the difference over the fixed reference, {units} differing items"
+    name = f"{bounds.method} of the difference over the fixed reference, {units} differing {'items' if groups is None else 'clusters'}"
     return Interval(1 + bounds.lower / divisor, 1 + bounds.upper / divisor, level, name)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import beta
 
 from kvbench.errors import BadInputError
 from kvbench.stats import Interval, TaskScores, Undefined, average_retention, paired_retention, perplexity_ratio, tango_interval
@@ -92,10 +93,16 @@ def test_arms_that_hardly_differ_get_a_score_interval(rng: np.random.Generator) 
     assert result.interval.lower == pytest.approx(1 + bounds.lower / divisor)
     assert result.floor_normalised_interval.lower == pytest.approx(1 + bounds.lower / (divisor - 0.25))
     assert result.interval.method == "Tango score (1998) of the difference over the fixed reference, 0 differing items"
-    few = Undefined("the arms differ on 0 items; a bootstrap interval needs at least 10")
+    # No bootstrap sees what clusters or graded scores might still lose: the binomial bound on how many of them differ, each by all there is.
     clustered = paired_retention(arm, reference, rng=rng, higher_is_better=True, groups=np.arange(300) % 30)
-    assert clustered.interval == Undefined("the arms differ on 0 clusters; a bootstrap interval needs at least 10")
-    assert paired_retention(arm / 2, reference / 2, rng=rng, higher_is_better=True).interval == few
+    assert isinstance(clustered.interval, Interval)
+    assert clustered.interval.lower == pytest.approx(1 - (1 - 0.025 ** (1 / 30)) / divisor)
+    graded = paired_retention(arm / 2, reference / 2, rng=rng, higher_is_better=True)
+    assert isinstance(graded.interval, Interval)
+    assert graded.interval.lower == pytest.approx(1 - (1 - 0.025 ** (1 / 300)) / (divisor / 2))
+    marks = paired_retention(5 * arm, 5 * reference, rng=rng, higher_is_better=True, groups=np.arange(300) % 30)
+    assert isinstance(marks.interval, Undefined)
+    assert "outside 0 to 1" in marks.interval.reason
 
 
 def test_clusters_widen_the_interval(rng: np.random.Generator) -> None:
@@ -114,7 +121,9 @@ def test_clusters_widen_the_interval(rng: np.random.Generator) -> None:
     six = np.where(np.repeat(np.arange(40) < 6, 10), 0.0, 1.0)
     few = paired_retention(six, reference, rng=rng, higher_is_better=True, groups=np.repeat(np.arange(40), 10))
     assert few.differing == 60
-    assert few.interval == Undefined("the arms differ on 6 clusters; a bootstrap interval needs at least 10")
+    assert isinstance(few.interval, Interval)
+    assert few.interval.lower == pytest.approx(1 - beta.ppf(0.975, 7, 34))
+    assert few.interval.upper == pytest.approx(1 + beta.ppf(0.975, 1, 40))
     assert "resamples of clusters" in clusters.interval.method
 
 
@@ -207,7 +216,12 @@ def test_average_is_undefined_when_a_task_is(rng: np.random.Generator) -> None:
     assert small.interval == Undefined("task small: n = 12 items; a bootstrap interval needs at least 30")
     assert small.floor_normalised == Undefined("no chance level for small")
     same = average_retention({"same": TaskScores(*table(30, 0, 0, 30))}, rng=rng)
-    assert same.interval == Undefined("the arms differ on 0 items; a bootstrap interval needs at least 10")
+    bounds, small_bounds = tango_interval(0, 0, 60), tango_interval(1, 0, 40)
+    assert isinstance(same.interval, Interval)
+    assert same.interval.lower == pytest.approx(1 + bounds.lower / 0.5)
+    both = average_retention({"same": TaskScores(*table(30, 0, 0, 30)), "won": TaskScores(*table(20, 1, 0, 19))}, rng=rng)
+    assert isinstance(both.interval, Interval)
+    assert both.interval.lower == pytest.approx((1 + bounds.lower / 0.5 + 1 + small_bounds.lower / 0.5) / 2)
 
 
 def test_refusals(rng: np.random.Generator) -> None:

@@ -1,0 +1,1 @@
+"""What a transfer costs: time by phase, the floor the hardware sets, memory, and plans from configurations alone."""
