@@ -25,7 +25,8 @@ from kvbench.kv.capture import finite_or_raise
 from kvbench.kv.content import RotatedKV
 from kvbench.pairs.models import LoadedModel
 from kvbench.pairs.pins import pin
-from kvbench.storage import FORMAT_VERSION, atomic_directory, dump_json, utc_now, versions, write_atomic
+from kvbench.ranks import ALONE, Ranks
+from kvbench.storage import FORMAT_VERSION, atomic_directory, check_writable, dump_json, utc_now, versions, write_atomic
 
 CHUNK_ROWS = 4096
 Progress = Callable[[int, int], None]
@@ -61,6 +62,7 @@ class Harvest:
         settings: see `HarvestSettings`.
         out: directory to write; `<out>.partial` holds the checkpoint until then.
         checkpoint_seconds: time between checkpoints.
+        ranks: processes that share the work; each takes every n-th chunk, their sums are added, process 0 writes.
 
     Raises:
         BadInputError: layers or sizes that do not suit the pair, too large a memory plan, or a checkpoint of another calibration.
@@ -76,7 +78,9 @@ class Harvest:
         out: Path,
         *,
         checkpoint_seconds: float = 60.0,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.source, self.target, self.blocks, self.settings, self.out = source, target, blocks, settings, out
         self.layers = self._candidates()
         self.kinds = ("k", "v", "k_rotated") if settings.rotated else ("k", "v")
@@ -103,8 +107,9 @@ class Harvest:
                 "rows": int(blocks.fit.shape[0] * len(range(0, blocks.fit.shape[1], settings.stride))),
             },
             "settings": {**asdict(settings), "source_layers": list(self.layers)},
+            **({"processes": ranks.size} if ranks.size > 1 else {}),
         }
-        identity = {**self.manifest, "threads": torch.get_num_threads(), "device": str(source.device)}
+        identity = {**self.manifest, "threads": torch.get_num_threads(), "device": source.device.type if ranks.size > 1 else str(source.device)}
         self._identity = hashlib.sha256(dump_json(identity).encode()).hexdigest()
 
     def _candidates(self) -> tuple[int, ...]:
@@ -136,20 +141,22 @@ class Harvest:
             progress: called with (tokens done, tokens in all).
             overwrite: replace a finished calibration at `out`.
         """
-        if self.out.exists() and not overwrite:
-            raise BadInputError(f"'{self.out}' exists already; choose another --out or pass --overwrite")
-        self._open_partial()
+        self.ranks.agree("pair or calibration text", self._identity)
+        self.ranks.on_main(lambda: check_writable(self.out, overwrite=overwrite))
+        self.ranks.together(self._open_partial)
         passes = [(kind,) for kind in self.kinds] if self.settings.separate_passes else [self.kinds]
         steps = [(kinds, part) for kinds in passes for part in ("fit", "heldout")]
         tokens = [len(kinds) and getattr(self.blocks, part).size for kinds, part in steps]
         done_before = 0
         for (kinds, part), size in zip(steps, tokens, strict=True):
-            if not all(self._result_file(part, kind).exists() for kind in kinds):
+            if not self.ranks.on_main(lambda kinds=kinds, part=part: all(self._result_file(part, kind).exists() for kind in kinds)):  # type: ignore[misc]
                 self._run_part(part, kinds, lambda n, base=done_before: progress(base + n, sum(tokens)) if progress else None)  # type: ignore[misc]
             done_before += size
             if progress:
                 progress(done_before, sum(tokens))
-        return self._finish(overwrite)
+        self.ranks.on_main(lambda: self._finish(overwrite))
+        shutil.rmtree(self.partial, ignore_errors=True)
+        return self.out
 
     def _open_partial(self) -> None:
         identity_file = self.partial / "identity"
@@ -168,30 +175,79 @@ class Harvest:
     def _run_part(self, part: str, kinds: Sequence[str], progress: Callable[[int], None]) -> None:
         rows: np.ndarray[Any, np.dtype[np.int32]] = getattr(self.blocks, part)
         accumulators = {kind: MomentAccumulator(self.px, self.py) for kind in kinds}
-        checkpoint = self.partial / f"{part}.{'-'.join(kinds)}.checkpoint"
+        of_rank = f".rank{self.ranks.rank}" if self.ranks.size > 1 else ""
+        checkpoint = self.partial / f"{part}.{'-'.join(kinds)}{of_rank}.checkpoint"
         start = _restore(checkpoint, accumulators)
-        pending: dict[str, list[tuple[Tensor, Tensor]]] = {kind: [] for kind in kinds}
-        gathered, saved = 0, time.monotonic()
-        size = self.settings.batch_size
-        for first in range(start, len(rows), size):
-            batch = rows[first : first + size]
-            for kind, pair in self._features(batch, kinds, f"batch at {part} sequence {first}").items():
-                pending[kind].append(pair)
-            gathered += batch.shape[0] * len(range(0, batch.shape[1], self.settings.stride))
-            last = first + size >= len(rows)
+        shifts_open = self._share_shifts(accumulators)
+        size, saved, done = self.settings.batch_size, time.monotonic(), 0
+        own = self._chunks(len(rows), rows.shape[1])[self.ranks.rank :: self.ranks.size]
+        for number, chunk in enumerate(own):
+            following = min(chunk[-1] + size, len(rows))
+            if following <= start:
+                done += following - chunk[0]
+                continue
+            pending: dict[str, list[tuple[Tensor, Tensor]]] = {kind: [] for kind in kinds}
+            for first in chunk:
+                batch = rows[first : first + size]
+                for kind, pair in self._features(batch, kinds, f"batch at {part} sequence {first}").items():
+                    pending[kind].append(pair)
+                done += batch.shape[0]
+                progress(min(done * self.ranks.size, len(rows)) * rows.shape[1])
+            joined = {kind: (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])) for kind, pairs in pending.items()}
+            if shifts_open:
+                self._set_shifts(accumulators, joined)
+                shifts_open = False
+            for kind, (x, y) in joined.items():
+                accumulators[kind].update(x, y)
             # Chunks end at fixed places, checkpoints only between chunks: a resumed run adds the same numbers in the same order.
-            if gathered >= CHUNK_ROWS or last:
-                for kind in kinds:
-                    accumulators[kind].update(torch.cat([x for x, _ in pending[kind]]), torch.cat([y for _, y in pending[kind]]))
-                    pending[kind].clear()
-                gathered = 0
-                if not last and time.monotonic() - saved >= self._checkpoint_seconds:
-                    _store(checkpoint, accumulators, first + size)
-                    saved = time.monotonic()
-            progress(min(first + size, len(rows)) * rows.shape[1])
-        for kind, accumulator in accumulators.items():
-            _save_result(self._result_file(part, kind), accumulator.result(), f"{part}.{kind}.")
+            if number + 1 < len(own) and time.monotonic() - saved >= self._checkpoint_seconds:
+                _store(checkpoint, accumulators, following)
+                saved = time.monotonic()
+        if shifts_open:  # fewer chunks than processes
+            self._set_shifts(accumulators, {})
+        if self.ranks.size > 1:
+            for accumulator in accumulators.values():
+                accumulator.add_up(self.ranks)
+
+        def save() -> None:
+            for kind, accumulator in accumulators.items():
+                _save_result(self._result_file(part, kind), accumulator.result(), f"{part}.{kind}.")
+
+        self.ranks.on_main(save)
         shutil.rmtree(checkpoint, ignore_errors=True)
+
+    def _chunks(self, sequences: int, seq_len: int) -> list[list[int]]:
+        """First sequences of the batches of each chunk: at least `CHUNK_ROWS` rows, the last one less. Chunks do not depend on the processes."""
+        size, per_sequence = self.settings.batch_size, len(range(0, seq_len, self.settings.stride))
+        chunks: list[list[int]] = []
+        current: list[int] = []
+        for first in range(0, sequences, size):
+            current.append(first)
+            if (min(first + size, sequences) - current[0]) * per_sequence >= CHUNK_ROWS or first + size >= sequences:
+                chunks.append(current)
+                current = []
+        return chunks
+
+    def _share_shifts(self, accumulators: dict[str, MomentAccumulator]) -> bool:
+        """Hand the shifts of a process that goes on from a checkpoint to those that have none; whether all are still without."""
+        if self.ranks.size == 1:
+            return False
+        owners = [rank for rank, has in enumerate(self.ranks.gather(all(a.state for a in accumulators.values()))) if has]
+        if not owners:
+            return True
+        shifts = {kind: (a.state["shift_x"].cpu(), a.state["shift_y"].cpu()) for kind, a in accumulators.items() if a.state}
+        self._begin(accumulators, self.ranks.broadcast(shifts, owners[0]))
+        return False
+
+    def _set_shifts(self, accumulators: dict[str, MomentAccumulator], rows: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Shift by the means of the first chunk, which process 0 has: then everybody's products are those of a single process."""
+        means = {kind: (x.float().mean(0).cpu(), y.float().mean(0).cpu()) for kind, (x, y) in rows.items()}
+        self._begin(accumulators, self.ranks.broadcast(means))
+
+    def _begin(self, accumulators: dict[str, MomentAccumulator], shifts: dict[str, tuple[Tensor, Tensor]]) -> None:
+        for kind, (x, y) in shifts.items():
+            if not accumulators[kind].state:
+                accumulators[kind].begin(x.to(self.source.device), y.to(self.source.device))
 
     @torch.no_grad()
     def _features(self, batch: Any, kinds: Sequence[str], where: str) -> dict[str, tuple[Tensor, Tensor]]:
@@ -206,7 +262,7 @@ class Harvest:
                 out[kind].append(features)
         return {kind: (pair[0], pair[1]) for kind, pair in out.items()}
 
-    def _finish(self, overwrite: bool) -> Path:
+    def _finish(self, overwrite: bool) -> None:
         with atomic_directory(self.out, overwrite=overwrite) as directory:
             merged: dict[str, Tensor] = {}
             for part in ("fit", "heldout"):
@@ -216,8 +272,6 @@ class Harvest:
             save_tokens(self.blocks, directory)
             manifest = {**self.manifest, "created": utc_now(), "versions": versions()}
             (directory / "manifest.json").write_text(dump_json(manifest), encoding="utf-8")
-        shutil.rmtree(self.partial)
-        return self.out
 
 
 def _rows(kv: RotatedKV, model: LoadedModel, kinds: Sequence[str], stride: int) -> dict[str, Tensor]:
@@ -281,4 +335,4 @@ def _difference(stored: Any, wanted: Any, where: str = "") -> str:
         for key in sorted(set(stored) | set(wanted), key=lambda k: (k != "settings", k)):
             if stored.get(key) != wanted.get(key):
                 return _difference(stored.get(key), wanted.get(key), f"{where}.{key}" if where else key)
-    return f"{where or 'threads or device'}: {stored} there, {wanted} now" if where else "threads or device differ"
+    return f"{where or 'threads, device or machine'}: {stored} there, {wanted} now" if where else "threads, device or machine differ"

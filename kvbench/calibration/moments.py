@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import ArtifactError, BadInputError
+from kvbench.ranks import Ranks
 
 # Column blocks of X'X: only those on and above the block diagonal are computed, the rest is mirrored at the end.
 BLOCK_COLUMNS = 512
@@ -72,13 +73,17 @@ class MomentAccumulator:
     rows: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
 
+    def begin(self, shift_x: Tensor, shift_y: Tensor) -> None:
+        """Start from zero with given shifts `[px]` and `[py]`; accumulators of equal shifts add up sum by sum."""
+        zeros = {"xx": (self.px, self.px), "xy": (self.px, self.py), "yy": (self.py,), "sx": (self.px,), "sy": (self.py,)}
+        self.state = {name: torch.zeros(shape, dtype=torch.float64, device=shift_x.device) for name, shape in zeros.items()}
+        self.state["shift_x"], self.state["shift_y"] = shift_x, shift_y
+
     def update(self, x: Tensor, y: Tensor) -> None:
         """Add rows: `x` `[n, px]`, `y` `[n, py]`."""
         x, y = x.float(), y.float()
         if not self.state:
-            zeros = {"xx": (self.px, self.px), "xy": (self.px, self.py), "yy": (self.py,), "sx": (self.px,), "sy": (self.py,)}
-            self.state = {name: torch.zeros(shape, dtype=torch.float64, device=x.device) for name, shape in zeros.items()}
-            self.state["shift_x"], self.state["shift_y"] = x.mean(0), y.mean(0)
+            self.begin(x.mean(0), y.mean(0))
         x, y = x - self.state["shift_x"], y - self.state["shift_y"]
         s = self.state
         for start in range(0, self.px, BLOCK_COLUMNS):
@@ -106,6 +111,12 @@ class MomentAccumulator:
             s["xy"] - n * torch.outer(mx, my),
             s["yy"] - n * my.square(),
         )
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Replace the sums by those over all processes, whose shifts are equal; exact up to float64 rounding."""
+        for name in ("xx", "xy", "yy", "sx", "sy"):
+            ranks.add(self.state[name])
+        self.rows = sum(ranks.gather(self.rows))
 
     def snapshot(self) -> dict[str, Tensor]:
         """Everything needed to go on later."""

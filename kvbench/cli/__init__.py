@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
-from kvbench.errors import KVBenchError
+from kvbench.errors import BadInputError, KVBenchError
+from kvbench.ranks import OtherProcessError, is_main, processes
+
+SHARED = ("calibrate", "evaluate")
+"""Commands that several processes can share."""
 
 
 def _app() -> typer.Typer:
     from kvbench._version import __version__
-    from kvbench.cli import calibrate, check, demo, diagnose, evaluate, fit, handoff, latency, mapper, plan, report, screen, sweep, tasks
+    from kvbench.cli import (
+        calibrate,
+        check,
+        correlate,
+        demo,
+        diagnose,
+        evaluate,
+        fit,
+        handoff,
+        latency,
+        mapper,
+        plan,
+        report,
+        screen,
+        sweep,
+        sweep_pairs,
+        tasks,
+    )
 
     app = typer.Typer(
         name="kvbench",
@@ -22,7 +44,11 @@ def _app() -> typer.Typer:
     )
 
     @app.callback(invoke_without_command=True)
-    def root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    def root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+        if processes() > 1 and context.invoked_subcommand not in (*SHARED, None):
+            raise BadInputError(
+                f"'kvbench {context.invoked_subcommand}' runs in one process, but {processes()} were started; only {' and '.join(SHARED)} can be shared"
+            )
         if version:
             typer.echo(f"kvbench {__version__}")
             raise typer.Exit
@@ -34,7 +60,9 @@ def _app() -> typer.Typer:
     app.command("evaluate")(evaluate.evaluate)
     app.command("report")(report.report)
     app.command("diagnose")(diagnose.diagnose)
+    app.command("correlate")(correlate.correlate)
     app.command("sweep")(sweep.sweep)
+    app.command("sweep-pairs")(sweep_pairs.sweep_pairs)
     app.command("handoff")(handoff.handoff)
     app.command("latency")(latency.latency)
     app.command("screen")(screen.screen)
@@ -49,7 +77,8 @@ def main() -> None:
     try:
         _app()()
     except KVBenchError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
+        if not isinstance(error, OtherProcessError):  # that one has said it
+            print(f"kvbench{'' if is_main() else ' (process ' + os.environ['RANK'] + ')'}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         print("kvbench: interrupted; the same command goes on from the last checkpoint where there is one", file=sys.stderr)

@@ -46,9 +46,12 @@ def calibrate(
     from kvbench.calibration.corpus import load_texts, pack
     from kvbench.calibration.harvest import Harvest, HarvestSettings
     from kvbench.pairs.locate import load_tokenizer, resolve
+    from kvbench.ranks import join
     from kvbench.storage import check_writable
 
-    check_writable(out, overwrite=overwrite)
+    ranks = join(device, device_map)
+    device = ranks.device(device)
+    ranks.on_main(lambda: check_writable(out, overwrite=overwrite))
     # Text and sizes first: a mistake there should not cost the loading of two models.
     tokenizer = load_tokenizer(resolve(target, target_revision), trust_remote_code=trust_remote_code)
     blocks = pack(load_texts(data), tokenizer, sequences=sequences, heldout=heldout, seq_len=seq_len, seed=seed if shuffle else None)
@@ -73,7 +76,7 @@ def calibrate(
         separate_passes=separate_passes,
     )
     record = {"name": data, "seed": seed if shuffle else None}
-    harvest = Harvest(models[0], models[1], blocks, record, settings, out, checkpoint_seconds=checkpoint_seconds)
+    harvest = Harvest(models[0], models[1], blocks, record, settings, out, checkpoint_seconds=checkpoint_seconds, ranks=ranks)
     plan = harvest.memory_plan()
     opt.say(plan.describe())
     plan.refuse_if_too_large()
@@ -91,7 +94,8 @@ def calibrate(
 
         harvest.run(step, overwrite=overwrite)
     opt.say(f"calibrated in {time.perf_counter() - started:.1f} s")
-    print(out)
+    if ranks.main:
+        print(out)
 
 
 def _layers(named: str | None, every: int, available: int) -> tuple[int, ...] | None:

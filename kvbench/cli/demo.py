@@ -61,7 +61,6 @@ def demo(
 def _pair(name: str, out: Path, limit: int | None, bar: Any) -> Section:
     from kvbench.reporting import write_report
     from kvbench.reporting.comparison import compare
-    from kvbench.reporting.view import Policy
     from kvbench.runs import RunStore, load_runs
     from kvbench.scoring.arms import mapper_arm, own_prefill
     from kvbench.scoring.engine import TransferEngine
@@ -69,6 +68,7 @@ def _pair(name: str, out: Path, limit: int | None, bar: Any) -> Section:
     from kvbench.scoring.run import arm_spec, execute, leaf_tasks, run_spec
     from kvbench.scoring.scorer import SharedScorer
     from kvbench.scoring.summary import summarise
+    from kvbench.screening.policy import load_policy
 
     source = f"embedded:{name}"
     models = opt.load_pair(
@@ -104,7 +104,7 @@ def _pair(name: str, out: Path, limit: int | None, bar: Any) -> Section:
     }
     spec = run_spec(source=models[0], target=models[1], arms=specs, tasks=leaves, scorer=scorer, batch_size=32, data={}, metadata={}, **common)
     results = execute(RunStore.create(out / "run", spec), scorer, TASKS, list(leaves), manager=manager, seconds={}, **common)
-    compared = compare(load_runs(out / "run"), Policy())
+    compared = compare(load_runs(out / "run"), load_policy().comparison())
     write_report(compared, out / "report")
     told = "; ".join(f"{v.arm}: {v.reading}. {v.sentence}" for v in compared.comparison.verdicts)
     return source, summarise(results), told

@@ -55,6 +55,7 @@ def evaluate(
     """Evaluate target, source, mappers and controls on identical items in one pass, into a run that `kvbench report` compares."""
     opt.quiet_libraries()
     from kvbench.mappers.artifact import caveats
+    from kvbench.ranks import join
     from kvbench.runs import RunStore
     from kvbench.scoring.arms import equal_shapes, mapper_arm, own_prefill
     from kvbench.scoring.engine import TransferEngine
@@ -63,8 +64,11 @@ def evaluate(
     from kvbench.scoring.run import JOURNAL, arm_spec, execute, leaf_tasks, run_spec
     from kvbench.scoring.scorer import SharedScorer
     from kvbench.storage import check_writable
+    from kvbench.timing.stage_lines import evaluation_line
 
-    check_writable(out, overwrite=True)
+    ranks = join(device, device_map)
+    device = ranks.device(device)
+    ranks.on_main(lambda: check_writable(out, overwrite=True))
     check_early(mapper, control, source, target, gen_kwargs, limit)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     task_metadata = _metadata(metadata, source, target)
@@ -102,9 +106,10 @@ def evaluate(
             specs.append(arm_spec(arm, location if separator else item))
         reach = max_length or min(int(m.config.max_position_embeddings) for m in models)
         engine = TransferEngine(*models, arms, hold_back=hold_back, share_headers=share_headers)
+        opt.say(evaluation_line(models, [engine.models[arm.answering] for arm in arms]))
         seconds = {"load": time.perf_counter() - started}
         with opt.progress_bar() as bar:
-            scorer = SharedScorer(engine, batch_size=batch_size, max_length=reach, bar=opt.scoring_bar(bar, ""))
+            scorer = SharedScorer(engine, batch_size=batch_size, max_length=reach, bar=opt.scoring_bar(bar, ""), ranks=ranks)
             common: dict[str, Any] = {
                 "limit": int(limit) if limit is not None and limit >= 1 else limit,
                 "num_fewshot": num_fewshot,
@@ -124,15 +129,18 @@ def evaluate(
                 metadata=task_metadata,
                 **common,
             )
-            store = RunStore.create(out, spec)
-            if store.provenance() is not None:
+            ranks.agree("run (models, data or settings)", spec.model_copy(update={"device": None}).model_dump_json())
+            # Process 0 alone touches the run; all hear whether there is anything to do.
+            if ranks.on_main(lambda: RunStore.create(out, spec).provenance() is not None):
                 opt.say(f"'{out}' is finished already; nothing to do")
             else:
-                if (out / JOURNAL).exists():
+                if ranks.main and (out / JOURNAL).exists():
                     opt.say(f"going on with the unfinished run in '{out}'")
-                scorer.journal = Journal(out / JOURNAL)
+                scorer.journal = ranks.together(lambda: Journal(out / JOURNAL) if ranks.main else None)
+                store = RunStore.open(out) if ranks.main else None
                 execute(store, scorer, names, list(leaves), manager=manager, seconds=seconds, **common)
-    _print(store, engine.costs, json)
+    if ranks.main:
+        _print(RunStore.open(out), engine.costs, json)
 
 
 def check_early(mapper: list[str] | None, control: list[str] | None, source: str, target: str, gen_kwargs: str | None, limit: float | None) -> None:

@@ -39,11 +39,13 @@ def fit(
     from kvbench.mappers.recipes import load_recipe
     from kvbench.mappers.training import report_to_stderr
     from kvbench.storage import check_writable
+    from kvbench.timing.stage_lines import fit_line
 
     check_writable(out, overwrite=overwrite)
     check_dtype(weights_dtype)
     chosen = load_recipe(recipe, settings or [])
     calibration = Calibration(moments)
+    opt.say(fit_line(calibration, chosen))
     models = models_of(calibration, device=device, trust_remote_code=trust_remote_code) if chosen.needs_models else None
     partial = out.with_name(out.name + ".partial") if chosen.needs_models else None
     if partial is not None and partial.exists():

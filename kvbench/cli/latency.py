@@ -62,6 +62,7 @@ def latency(
     from kvbench.runs.provenance import collect
     from kvbench.storage import check_writable, utc_now
     from kvbench.timing.latency import measure
+    from kvbench.timing.stage_lines import latency_line
 
     begun = utc_now()
     check_writable(out, overwrite=True)
@@ -96,7 +97,7 @@ def latency(
     if server is not None and baseline_prompt == "text":
         server.decode_with(models[1].tokenizer)
         server.probe()
-    _say_plan(models, settings)
+    opt.say(latency_line(models, settings.lengths[-1] * settings.batch_sizes[-1]))
     found = measure(*models, mappers, settings, progress=_tell)
     found = _with_baselines(found, wanted, server, models[1], settings)
     if quality:
@@ -249,20 +250,6 @@ def _set_threads(threads: int | None) -> None:
     import torch
 
     torch.set_num_threads(threads)
-
-
-def _say_plan(models: tuple[LoadedModel, LoadedModel], settings: LatencySettings) -> None:
-    """One line before it begins: what the longest length holds in memory."""
-    from kvbench.calibration.planning import available_bytes
-    from kvbench.timing.counted import size_of
-
-    longest = settings.lengths[-1] * settings.batch_sizes[-1]
-    caches = [longest * size_of(model).cache_bytes_per_token for model in models]
-    weights = sum(p.numel() * p.element_size() for m in models for p in m.model.parameters())
-    opt.say(
-        f"memory plan: weights {weights / 1e9:.2f} GB, source cache {caches[0] / 1e9:.3f} GB and target cache {caches[1] / 1e9:.3f} GB at "
-        f"{longest:,} tokens; {available_bytes() / 1e9:.1f} GB available"
-    )
 
 
 def _with_baselines(found: Latency, wanted: list[str], server: ServerBaseline | None, target: LoadedModel, settings: LatencySettings) -> Latency:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvbench.ranks import is_main
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -36,8 +38,9 @@ Mismatched = Annotated[bool, typer.Option("--allow-mismatched", help="Take model
 
 
 def say(text: str) -> None:
-    """Talk goes to stderr; stdout is for data."""
-    print(text, file=sys.stderr, flush=True)
+    """Talk goes to stderr; stdout is for data. Of several processes only the first talks."""
+    if is_main():
+        print(text, file=sys.stderr, flush=True)
 
 
 def quiet_libraries() -> None:
@@ -68,7 +71,7 @@ def progress_bar() -> Iterator[Progress]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not is_main()) as bar:
         yield bar
 
 

@@ -79,7 +79,10 @@ def screen(
     if limit is not None:
         if limit < 1:
             raise BadInputError(f"--limit {limit}; it is a number of items, at least 1")
-        sizes = replace(sizes, limit=limit, canary_limit=limit)
+        sizes = replace(sizes, limit=limit, canary_limit=limit, text_limit=limit)
+    elif all(name.startswith("embedded:") for name in (source, target)) and tasks is None:
+        # Their items cost next to nothing.
+        sizes = replace(sizes, limit=None, canary_limit=None, text_limit=None)
     if hold_back < 1:
         raise BadInputError(f"--hold-back {hold_back}; the target runs at least the last token itself")
     data = _data(data, source, target)

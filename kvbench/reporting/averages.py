@@ -12,7 +12,6 @@ from kvbench.reporting.pairwise import generator, undefined_scores
 from kvbench.reporting.view import AverageView, Estimate, PairView, Policy, Relation
 from kvbench.stats import (
     MIN_DIFFERING,
-    Interval,
     MaybeInterval,
     TaskScores,
     Undefined,
@@ -22,6 +21,7 @@ from kvbench.stats import (
     difference_of_means,
     evaluate,
     interval_of,
+    mean_of_intervals,
     refusal,
     resample,
 )
@@ -96,16 +96,12 @@ def _difference_interval(tasks: Sequence[TaskData], arm: str, reference: str, po
             raise BadInputError(f"task {data.view.task}: {error}") from error
         draws.append(evaluate(sample, difference_of_means))
     if differing < MIN_DIFFERING:
-        return _mean_of_bounds(
-            [bounded_difference_interval(d.scores[arm], d.scores[reference], groups=d.groups, level=policy.level) for d in tasks], policy.level
-        )
+        parts = []
+        for d in tasks:
+            first, second = d.scores[arm], d.scores[reference]
+            bounds = bounded_difference_interval(first, second, groups=d.groups, level=policy.level)
+            if isinstance(bounds, Undefined):
+                return Undefined(f"task {d.view.task}: {bounds.reason}")
+            parts.append((float(first.mean() - second.mean()), bounds))
+        return mean_of_intervals(parts)
     return interval_of(average_draws(draws), level=policy.level)
-
-
-def _mean_of_bounds(bounds: Sequence[MaybeInterval], level: float) -> MaybeInterval:
-    """Of arms that hardly differ: every task's conservative bound at once, which is more than their mean can lose."""
-    found = [b for b in bounds if isinstance(b, Interval)]
-    if len(found) < len(bounds):
-        return next(b for b in bounds if isinstance(b, Undefined))
-    lower, upper = (float(np.mean([getattr(b, side) for b in found])) for side in ("lower", "upper"))
-    return Interval(lower, upper, level, f"mean of the tasks' bounds ({found[0].method})")

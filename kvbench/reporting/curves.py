@@ -73,7 +73,7 @@ def curves(
             axes.set_xscale("log")
             _plain(axes.xaxis)
             asked = sorted({x for line in lines for x in line.x})
-            if len(asked) <= 6:
+            if len(asked) <= 8:
                 # Few settings: name them instead of decades.
                 axes.set_xticks(asked, [f"{x:,.6g}" for x in asked])
                 axes.minorticks_off()

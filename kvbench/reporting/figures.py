@@ -96,11 +96,12 @@ def sweep_figure(found: Sweep, comparison: Comparison) -> Figure:
 def latency_figures(found: Latency, comparison: Comparison) -> list[Figure]:
     """Latency over length, and score against latency."""
     figures = latency_only_figures(found, lambda arm: _colour_of(arm, comparison))
-    longest = max(point.tokens for point in found.points)
+    batch = found.batches()[0]
+    longest = found.lengths(batch)[-1]
     at = {
         ("target" if p.arm == "re-prefill" else p.arm): 1000 * p.p50_seconds
         for p in found.points
-        if p.tokens == longest and not p.cold and not p.error
+        if (p.tokens, p.batch) == (longest, batch) and not p.cold and not p.error
     }
     scores = {arm: average.arm_score for arm in comparison.mappers if (average := comparison.average(arm, comparison.reference_arm)) is not None}
     reference = next((average.reference_score for average in comparison.averages if average.reference == comparison.reference_arm), None)
@@ -151,8 +152,9 @@ def _margin(comparison: Comparison, task: TaskView, pair: PairView) -> float | N
     """The margin on the scale of retention: the reference's score being fixed, a loss of `margin` is this share."""
     if task.kind == "nll":
         return math.exp(-pair.margin)
-    if comparison.policy.retention is not None and task.higher_is_better:
-        return comparison.policy.retention
+    floor = comparison.policy.floor(task.task)
+    if floor is not None and task.higher_is_better:
+        return floor
     score = comparison.score(task.id, pair.reference).score.value
     return None if not score else 1 - pair.margin / score
 

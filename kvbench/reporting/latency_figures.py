@@ -150,8 +150,10 @@ def quality_figure(found: Latency, colour: Colour) -> Figure | None:
         _plain(axes.xaxis)
         if by_kl:
             axes.set_yscale("log")
-            axes.invert_yaxis()
         axes.margins(x=0.08, y=0.14)
+        if by_kl:
+            _plain(axes.yaxis)
+            axes.invert_yaxis()
         axes.set_xlabel(f"milliseconds to the first token at {points[0].tokens:,} tokens, warm")
         axes.set_ylabel("KL from the target, nats (up is better)" if by_kl else "mean accuracy, %")
         axes.grid(True)
@@ -167,7 +169,9 @@ def quality_figure(found: Latency, colour: Colour) -> Figure | None:
 
 
 def latency_only_figures(found: Latency, colour: Colour | None = None) -> list[Figure]:
-    """All figures of one measurement."""
+    """All figures of one measurement; none where every length ran out of memory."""
+    if not found.points:
+        return []
     shade = colour or in_order(found)
     made: Sequence[Figure | None] = (
         first_token_figure(found, shade),

@@ -89,7 +89,7 @@ def _break_even(found: Latency, arm: str) -> str:
 
 def phase_table(found: Latency, batch: int | None = None) -> PlainTable:
     """Median and 95th percentile of every phase at every length, with the fraction of the floor that is reached."""
-    chosen = found.batches()[0] if batch is None else batch
+    chosen = next(iter(found.batches()), 1) if batch is None else batch
     lengths = found.lengths(chosen)
     names = list(
         dict.fromkeys((p.name, p.arm) for p in sorted(found.phases, key=lambda p: (p.arm or "", ORDER.index(p.name) if p.name in ORDER else 99)))

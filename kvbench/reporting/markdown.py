@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbench.reporting import numbers, screened
+from kvbench.reporting.latency_rows import tables
 from kvbench.reporting.rows import MARKS, average_line, headline, matrix, pair_rows
 from kvbench.reporting.view import Comparison, Relation
 
@@ -53,6 +54,10 @@ def markdown(comparison: Comparison) -> str:
             ]
             table = _table(["task", "arm", "against", "difference", "kept", "p", "p (Holm)", "disposition"], body)
             parts.append(f"<details><summary>{_cell(title.format(reference=comparison.reference_arm))}</summary>\n\n{table}\n\n</details>")
+    for latency in (extras.latency for extras in comparison.extras if extras.latency is not None):
+        for plain in tables(latency):
+            notes = "\n".join(f"- {_cell(note)}" for note in plain.notes)
+            parts.append(f"<details><summary>{_cell(plain.title)}</summary>\n\n{_table(plain.header, plain.rows)}\n\n{notes}\n\n</details>")
     if comparison.notes:
         parts.append("### Notes\n\n" + "\n".join(f"- {_cell(note)}" for note in comparison.notes))
     if comparison.command:

@@ -102,8 +102,9 @@ def compare_pair(data: TaskData, arm: str, reference: str, relation: Relation, p
         )
     compare = _nll if view.kind == "nll" else _proportions if view.kind == "accuracy" and data.groups is None else _graded
     found = compare(data, data.scores[arm], data.scores[reference], policy, generator(policy, view.id, arm, reference))
-    if policy.retention is not None and relation in ("target", "context") and view.kind != "nll" and view.higher_is_better:
-        margin = 1 - policy.retention
+    floor = policy.floor(view.task)
+    if floor is not None and relation in ("target", "context") and view.kind != "nll" and view.higher_is_better:
+        margin = 1 - floor
         found = _on_retention(found, data, data.scores[arm], data.scores[reference], policy, margin)
     required = found.required if found.decision.disposition is Disposition.INCONCLUSIVE else None
     p = found.p

@@ -73,12 +73,18 @@ class Policy(Stored):
     retention: float | None = Field(default=None, gt=0, le=1)
     """Share of the target's score that a task must keep. Where it is set, a mapper's scores are judged against the target on retention instead of on
     `margin`: 0.9 means that a loss of a tenth of the target's score is not material."""
+    floors: dict[str, float] = Field(default_factory=dict)
+    """Tasks with a floor of their own in place of `retention`, e.g. the canary."""
     average_retention: float | None = Field(default=None, gt=0, le=1)
     """Share that must be kept on average over the tasks; None asks for no average."""
     name: str | None = None
     """Of the policy file."""
     fingerprint: str | None = None
     """SHA-256 of the policy file."""
+
+    def floor(self, task: str) -> float | None:
+        """Share of the target's score that a task must keep; None where the margin counts."""
+        return None if self.retention is None else self.floors.get(task, self.retention)
 
 
 class ArmView(Stored):

@@ -250,10 +250,10 @@ class Latency(Stored):
             level: coverage of the interval (percentile bootstrap over the repeats of both sides, seed 0).
 
         Returns:
-            None where either side was not measured.
+            None where either side was not measured, or is an error.
         """
         ours, other = self.point(arm, tokens, cold=cold, batch=batch), self.point(baseline, tokens, batch=batch)
-        if ours is None or other is None or not ours.p50_seconds:
+        if ours is None or other is None or ours.error or other.error or not ours.p50_seconds:
             return None
         value, n = other.p50_seconds / ours.p50_seconds, len(ours.seconds)
         if len(ours.seconds) < 2 or len(other.seconds) < 2:

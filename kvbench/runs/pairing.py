@@ -75,6 +75,7 @@ def pair(runs: Sequence[ComparableRun], *, tasks: Sequence[str] | None = None, a
     known = list(dict.fromkeys(task for run in runs for task in run.tasks))
     chosen = _chosen("task", tasks, known)
     named = _chosen("arm", arms, list(dict.fromkeys(arm.name for run in runs for arm in run.arms)))
+    _one_pair(runs)
     if len(named) < 2:
         raise BadInputError(f"there is only one arm ({', '.join(named) or 'none'}): nothing to compare it with; give a second run")
     paired: list[PairedItems] = []
@@ -93,6 +94,19 @@ def pair(runs: Sequence[ComparableRun], *, tasks: Sequence[str] | None = None, a
                 )
         paired.extend(PairedItems(task, name, _joined(task, name, frames)) for name in filters[first])
     return paired
+
+
+def _one_pair(runs: Sequence[ComparableRun]) -> None:
+    """Refuse runs of different pairs, whose arms of one name are different models."""
+    known = [run for run in runs if run.kind == "kvbench" and run.source and run.target]
+    for run in known[1:]:
+        for role in ("source", "target"):
+            first, other = getattr(known[0], role), getattr(run, role)
+            if first != other:
+                raise BadInputError(
+                    f"'{known[0].path}' has the {role} '{first}' and '{run.path}' has '{other}': runs of two pairs share no arms; "
+                    "write one report for each, or ask `kvbench correlate` what they have in common"
+                )
 
 
 def _chosen(kind: str, asked: Sequence[str] | None, known: Sequence[str]) -> list[str]:

@@ -45,6 +45,14 @@ class Costs:
     truncated: int = 0
     contexts: int = 0
 
+    def add(self, other: Costs) -> None:
+        """Count what another has counted."""
+        for role in self.prefilled:
+            self.prefilled[role] += other.prefilled[role]
+            self.saved[role] += other.saved[role]
+        for name in ("mapped", "answered", "generated", "too_short", "truncated", "contexts"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 @dataclass(frozen=True)
 class FilledPrefixes:

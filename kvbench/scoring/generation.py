@@ -18,7 +18,8 @@ from transformers.generation.logits_process import MinPLogitsWarper
 
 from kvbench.errors import BadInputError
 from kvbench.pairs.models import LoadedModel, Query
-from kvbench.scoring.batching import Tokens, plan_batches
+from kvbench.ranks import ALONE, Ranks
+from kvbench.scoring.batching import Batch, Tokens, plan_batches
 from kvbench.scoring.engine import FilledPrefixes, TransferEngine
 from kvbench.scoring.loglikelihood import TOKEN_BUDGET, shuffled_prefixes
 
@@ -114,6 +115,7 @@ def generate(
     *,
     batch_size: int,
     finished: Callable[[Sequence[int], dict[str, list[list[int]]]], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, list[list[int]]]:
     """Continue every prompt with every arm.
 
@@ -123,6 +125,7 @@ def generate(
         settings: how.
         batch_size: prompts per batch at most.
         finished: called after each batch with the indices of its prompts and the results so far.
+        ranks: processes that share the batches; the batches are those of a single process.
 
     Returns:
         Arm name -> generated token ids per prompt, end-of-sequence token removed.
@@ -141,20 +144,28 @@ def generate(
             arms=max(len(arms) for _, arms in engine.answering()),
             share_headers=engine.share_headers,
         )
-        for batch in batches:
+
+        def answer(batch: Batch, chosen: list[int] = chosen, shuffled: list[Tokens] = shuffled, held: int = held) -> dict[str, list[list[int]]]:
             members = [prompts[chosen[i]] for i in batch.members]
+            found: dict[str, list[list[int]]] = {}
             stacks = engine.fill(
                 batch.header, [p.prefix for p in members], [shuffled[i] for i in batch.members], room=held + min(ROOM, settings.max_new_tokens)
             )
             for (model, arms), filled in zip(engine.answering(), stacks, strict=True):
                 tokens = decode(model, filled, members, settings)
                 for a, arm in enumerate(arms):
-                    for row, index in enumerate(batch.members):
-                        results[arm.name][chosen[index]] = tokens[a * len(members) + row]
+                    found[arm.name] = tokens[a * len(members) : (a + 1) * len(members)]
                 engine.costs.generated += sum(map(len, tokens))
                 engine.costs.answered += len(tokens) * held
+            return found
+
+        for batch, found in ranks.share(batches, answer):
+            indices = [chosen[i] for i in batch.members]
+            for arm, rows in found.items():
+                for index, tokens in zip(indices, rows, strict=True):
+                    results[arm][index] = tokens
             if finished:
-                finished([chosen[i] for i in batch.members], results)
+                finished(indices, results)
     return results
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvbench.pairs.models import LoadedModel, Query
-from kvbench.scoring.batching import Tokens, cut, plan_batches
+from kvbench.ranks import ALONE, Ranks
+from kvbench.scoring.batching import Batch, Tokens, cut, plan_batches
 from kvbench.scoring.engine import FilledPrefixes, TransferEngine
 
 TOKEN_BUDGET = 1 << 16
@@ -61,6 +62,7 @@ def score_contexts(
     *,
     batch_size: int,
     finished: Callable[[Sequence[int], dict[str, list[list[Score]]]], None] | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, list[list[Score]]]:
     """Score every continuation of every context with every arm.
 
@@ -69,6 +71,7 @@ def score_contexts(
         contexts: what to score.
         batch_size: contexts per batch at most.
         finished: called after each batch with the indices of its contexts and the results so far.
+        ranks: processes that share the batches; the batches are those of a single process.
 
     Returns:
         Arm name -> for each context the scores of its continuations.
@@ -85,8 +88,10 @@ def score_contexts(
         share_headers=engine.share_headers,
     )
     shuffled = shuffled_prefixes(prefixes)
-    for batch in batches:
+
+    def score(batch: Batch) -> dict[str, list[list[Score]]]:
         members = [contexts[i] for i in batch.members]
+        found: dict[str, list[list[Score]]] = {arm.name: [[] for _ in members] for arm in engine.arms}
         stacks = engine.fill(batch.header, [c.prefix for c in members], [shuffled[i] for i in batch.members], at_once=batch_size)
         for (model, arms), filled in zip(engine.answering(), stacks, strict=True):
             for places in _by_query_length(members, batch_size, len(arms)):
@@ -95,8 +100,14 @@ def score_contexts(
                 scores = _score_stack(model, filled.take(rows, max(c.query_tokens for c in chosen)), chosen)
                 for a, arm in enumerate(arms):
                     for k, place in enumerate(places):
-                        results[arm.name][batch.members[place]] = scores[a * len(chosen) + k]
+                        found[arm.name][place] = scores[a * len(chosen) + k]
                 engine.costs.answered += len(arms) * sum(c.query_tokens for c in chosen)
+        return found
+
+    for batch, found in ranks.share(batches, score):
+        for arm, rows in found.items():
+            for index, scores in zip(batch.members, rows, strict=True):
+                results[arm][index] = scores
         if finished:
             finished(batch.members, results)
     return results

@@ -109,7 +109,7 @@ def run_spec(
 
 
 def execute(
-    store: RunStore,
+    store: RunStore | None,
     scorer: SharedScorer,
     tasks: Sequence[str],
     leaves: Sequence[str],
@@ -126,7 +126,7 @@ def execute(
     """Evaluate all arms and store everything.
 
     Args:
-        store: a new or an unfinished run.
+        store: a new or an unfinished run; None for processes that share the work and do not write.
         scorer: its journal lies in the run's directory.
         tasks: task and group names for lm-eval.
         leaves: the tasks they resolve to.
@@ -147,7 +147,9 @@ def execute(
     from lm_eval.loggers import EvaluationTracker
 
     started, clock = utc_now(), time.perf_counter()
-    trackers = {arm.name: EvaluationTracker(output_path=str(store.lm_eval_directory(arm.name))) for arm in scorer.engine.arms}
+    trackers = (
+        {arm.name: EvaluationTracker(output_path=str(store.lm_eval_directory(arm.name))) for arm in scorer.engine.arms} if store is not None else None
+    )
     results = evaluate_arms(
         scorer,
         tasks,
@@ -160,6 +162,8 @@ def execute(
         seed=seed,
         trackers=trackers,
     )
+    if store is None or trackers is None:
+        return results
     figures = []
     for arm, result in results.items():
         for task in leaves:

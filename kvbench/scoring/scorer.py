@@ -6,17 +6,18 @@ their answers here. So each context is prefilled once per model, however many ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from kvbench.errors import BadInputError
+from kvbench.ranks import ALONE, Ranks
 from kvbench.scoring.batching import Tokens
-from kvbench.scoring.engine import TransferEngine
+from kvbench.scoring.engine import Costs, TransferEngine
 from kvbench.scoring.generation import GenerationSettings, Prompt, generate
 from kvbench.scoring.journal import Journal
 from kvbench.scoring.loglikelihood import PackedContext, Score, score_contexts
@@ -24,6 +25,7 @@ from kvbench.scoring.loglikelihood import PackedContext, Score, score_contexts
 Progress = Callable[[int], None]
 Bar = Callable[[str, int], AbstractContextManager[Progress]]
 T = TypeVar("T")
+K = TypeVar("K")
 AUTO_BATCH = 32
 
 
@@ -46,13 +48,21 @@ class SharedScorer:
         batch_size: contexts per batch, or `auto`: as many as the token budget allows, halved when memory runs out.
         max_length: positions that every arm may use: the smaller of both models' limits.
         bar: makes a progress bar from a description and a number of contexts.
-        journal: where answers are kept as they come, for resuming.
+        journal: where answers are kept as they come, for resuming; with several processes, process 0 has it.
+        ranks: processes that share the batches. All must ask the same in the same order; then all get the answers of a single process.
     """
 
     def __init__(
-        self, engine: TransferEngine, *, batch_size: int | str, max_length: int, bar: Bar = tqdm_bar, journal: Journal | None = None
+        self,
+        engine: TransferEngine,
+        *,
+        batch_size: int | str,
+        max_length: int,
+        bar: Bar = tqdm_bar,
+        journal: Journal | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.engine, self.max_length, self.bar, self.journal = engine, max_length, bar, journal
+        self.engine, self.max_length, self.bar, self.journal, self.ranks = engine, max_length, bar, journal, ranks
         self._auto = str(batch_size).startswith("auto")
         whole = str(batch_size).lstrip("-").isdigit()
         self._batch_size = AUTO_BATCH if self._auto else int(batch_size) if whole else 0
@@ -92,16 +102,22 @@ class SharedScorer:
 
     def _recall_scores(self, grouped: dict[Tokens, dict[Tokens, None]]) -> None:
         """Take what an earlier, killed process of the same run has answered; drop it from the work."""
-        if self.journal is None:
-            return
-        for context in list(grouped):
-            for continuation in list(grouped[context]):
-                stored = self.journal.get(Journal.key("score", context, continuation))
-                if stored is not None and stored.keys() >= {arm.name for arm in self.engine.arms}:
-                    self._scores[context, continuation] = {arm: Score(logprob, greedy) for arm, (logprob, greedy) in stored.items()}
-                    del grouped[context][continuation]
+        wanted = [(context, continuation) for context, continuations in grouped.items() for continuation in continuations]
+        for (context, continuation), stored in self._stored("score", {key: key for key in wanted}).items():
+            self._scores[context, continuation] = {arm: Score(logprob, greedy) for arm, (logprob, greedy) in stored.items()}
+            del grouped[context][continuation]
             if not grouped[context]:
                 del grouped[context]
+
+    def _stored(self, kind: str, wanted: Mapping[K, tuple[Any, ...]]) -> dict[K, dict[str, Any]]:
+        """Answers of all arms in the journal, by what they answer."""
+        arms, found = {arm.name for arm in self.engine.arms}, {}
+        if self.journal is not None:
+            for key, parts in wanted.items():
+                stored = self.journal.get(Journal.key(kind, *parts))
+                if stored is not None and stored.keys() >= arms:
+                    found[key] = stored
+        return self.ranks.broadcast(found)
 
     def _score(self, grouped: dict[Tokens, dict[Tokens, None]]) -> None:
         if not grouped:
@@ -121,7 +137,8 @@ class SharedScorer:
                     self.journal.put(entries)
                 step(len(members))
 
-            self._with_memory(lambda size: score_contexts(self.engine, contexts, batch_size=size, finished=keep))
+            with self._all_costs():
+                self._with_memory(lambda size: score_contexts(self.engine, contexts, batch_size=size, finished=keep, ranks=self.ranks))
 
     def generations(self, arm: str, requests: Sequence[tuple[Tokens, GenerationSettings]]) -> list[list[int]]:
         """Continue contexts with one arm; contexts are cut on the left so that the longest generation still fits, and counted."""
@@ -143,13 +160,10 @@ class SharedScorer:
         return [self._texts[key][arm] for key in keys]
 
     def _recall_texts(self, missing: list[Tokens], settings: GenerationSettings) -> None:
-        if self.journal is None:
-            return
-        for context in list(missing):
-            stored = self.journal.get(Journal.key("text", context, astuple(settings)))
-            if stored is not None and stored.keys() >= {arm.name for arm in self.engine.arms}:
-                self._texts[context, settings] = stored
-                missing.remove(context)
+        stored = self._stored("text", {context: (context, astuple(settings)) for context in missing})
+        for context, answers in stored.items():
+            self._texts[context, settings] = answers
+        missing[:] = [context for context in missing if context not in stored]
 
     def _generate(self, missing: list[Tokens], settings: GenerationSettings) -> None:
         if not missing:
@@ -167,7 +181,8 @@ class SharedScorer:
                     self.journal.put(entries)
                 step(len(members))
 
-            self._with_memory(lambda size: generate(self.engine, prompts, settings, batch_size=size, finished=keep))
+            with self._all_costs():
+                self._with_memory(lambda size: generate(self.engine, prompts, settings, batch_size=size, finished=keep, ranks=self.ranks))
 
     def _split(self, context: Tokens) -> tuple[Tokens, Tokens]:
         """Prefix and held-back tokens; counts contexts with nothing to transfer."""
@@ -175,6 +190,20 @@ class SharedScorer:
         self.engine.costs.contexts += 1
         self.engine.costs.too_short += cut == 0
         return context[:cut], context[cut:]
+
+    @contextmanager
+    def _all_costs(self) -> Iterator[None]:
+        """Count what all processes did."""
+        before = self.engine.costs
+        mine = self.engine.costs = Costs()
+        try:
+            yield
+        finally:
+            self.engine.costs = before
+            before.add(mine)
+        for rank, costs in enumerate(self.ranks.gather(mine)):
+            if rank != self.ranks.rank:
+                before.add(costs)
 
     def _with_memory(self, work: Callable[[int], T]) -> T:
         while True:

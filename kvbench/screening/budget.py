@@ -23,6 +23,8 @@ class Budget:
         candidates: (method, k); k = 0 stands for all layers.
         limit: items per task; None for all.
         canary_limit: items of the canary; None for all.
+        text_limit: documents of tasks that score text; None for all.
+        text_prefix: their prefix, tokens; as many are scored behind it.
         greedy_sequences: continued greedily.
         warmups: of the timing.
         repeats: of the timing.
@@ -36,18 +38,20 @@ class Budget:
     candidates: tuple[tuple[str, int], ...]
     limit: int | None
     canary_limit: int | None
+    text_limit: int | None
+    text_prefix: int
     greedy_sequences: int
     warmups: int
     repeats: int
 
 
 BUDGETS = {
-    "quick": Budget("quick", 50, 24, 512, 2, (("ridge", 8), ("head_local", 8)), 100, 60, 6, 2, 10),
-    "standard": Budget("standard", 200, 48, 1024, 4, (("ridge", 4), ("ridge", 8), ("ridge", 12), ("head_local", 8), ("attn_repair", 8)), 400, 200, 16, 5, 20),
+    "quick": Budget("quick", 50, 24, 512, 2, (("ridge", 8), ("head_local", 8)), 100, 50, 50, 512, 6, 2, 10),
+    "standard": Budget("standard", 200, 48, 1024, 4, (("ridge", 4), ("ridge", 8), ("ridge", 12), ("head_local", 8), ("attn_repair", 8)), 400, 200, 100, 1024, 16, 5, 20),
     "full": Budget(
         "full", 500, 96, 1024, 4,
         (("ridge", 4), ("ridge", 8), ("ridge", 12), ("ridge", 20), ("ridge", 0), ("head_local", 8), ("head_local", 12), ("attn_repair", 8)),
-        None, None, 32, 10, 50,
+        None, None, None, 1024, 32, 10, 50,
     ),
 }  # fmt: skip
 """By name."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Share of the peak matrix rate that a forward pass of a real model reaches, as found on the SmolLM2 pair.
 EFFICIENCY = 0.35
-TOKENS_PER_ITEM = {"choice": 400, "generation": 1200, "text": 2048}
+TOKENS_PER_ITEM = {"choice": 400, "generation": 1200}
 ARMS = 5
 
 
@@ -44,12 +44,14 @@ def estimate(request: Request, leaves: list[str], canary: str | None) -> dict[st
     found["diagnose"] = seconds(b.heldout / 2 * b.seq_len * (2 + ARMS), target) + 64 * b.greedy_sequences * ARMS * 2 * target / rate * 20
     items = b.limit or 1000
     rest = [name for name in leaves if name != canary]
-    text = sum("prefix" in name for name in rest)
+    text = sum(name.endswith("prefix") for name in rest)
     choice = len(rest) - text
-    found["suite"] = seconds(items * choice * TOKENS_PER_ITEM["choice"], both) + seconds(min(items, 60) * text * TOKENS_PER_ITEM["text"], both * 2)
+    found["suite"] = seconds(items * choice * TOKENS_PER_ITEM["choice"], both) + seconds(
+        (b.text_limit or 150) * text * b.text_prefix, both + ARMS * target
+    )
     if canary:
         count = b.canary_limit or 1000
-        found["canary"] = seconds(count * TOKENS_PER_ITEM["generation"], both) + 10 * seconds(count * 128 * ARMS, target)
+        found["canary"] = seconds(count * TOKENS_PER_ITEM["generation"], both) + 10 * seconds(count * 128 * 3, target)
     return found
 
 

@@ -132,6 +132,7 @@ class ScreenPolicy(_Closed):
         """The part that `kvbench report` judges by."""
         return Policy(
             retention=self.retention.task,
+            floors=dict.fromkeys(self.canary.tasks, self.canary.retention),
             average_retention=self.retention.average,
             nll_margin=self.text.rise_nats,
             level=self.level,

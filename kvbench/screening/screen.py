@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from kvbench.runs.provenance import collect, command_line
 from kvbench.runs.verdict import Criterion, Side, Signature, StageRecord, Verdict
 from kvbench.scoring.arms import Arm, artifact_path
 from kvbench.scoring.scorer import Bar
-from kvbench.scoring.taskfiles import find_definitions
+from kvbench.scoring.taskfiles import Leaf, find_definitions
 from kvbench.screening import criteria, stages
 from kvbench.screening.budget import Budget
 from kvbench.screening.decide import decide
@@ -146,8 +146,11 @@ class Screen:
         self.policy, self.budget = request.policy, request.budget
         self.state = _State()
         self.started = utc_now()
-        self.leaves = list(find_definitions(list(request.tasks), list(request.include)).leaves)
+        defined = find_definitions(list(request.tasks), list(request.include)).leaves
+        self.leaves = list(defined)
         self.canary = criteria.canary_of(self.policy, self.leaves)
+        self.texts = [name for name, leaf in defined.items() if scores_text(leaf)]
+        self.answered = [name for name in self.leaves if name not in (self.canary, *self.texts)]
         self._open()
         self._seconds: dict[str, float] = {}
         if (out / RECORDS).is_file():
@@ -315,12 +318,12 @@ class Screen:
         source = found.figure("source", "top1_agreement")
         return figures + (f" (the source itself {source.value:.3f})" if source is not None and source.value is not None else "")
 
-    def _evaluate(self, tasks: list[str], folder: str, limit: int | None) -> Path:
+    def _evaluate(self, tasks: list[str], folder: str, limit: int | None, arms: Sequence[Arm]) -> Path:
         assert self.state.models is not None
         r = self.request
         store = stages.evaluated(
             self.state.models,
-            self._arms,
+            arms,
             self.state.name,
             str(self.state.mapper),
             tasks,
@@ -328,7 +331,7 @@ class Screen:
             limit=limit,
             data_dir=r.data_dir,
             include=r.include,
-            metadata={"pretrained": r.target, "source": r.source},
+            metadata={"pretrained": r.target, "source": r.source, "prefix_tokens": self.budget.text_prefix},
             seed=1234 + r.seed,
             hold_back=r.hold_back,
             bar=self.talk.scoring,
@@ -344,7 +347,8 @@ class Screen:
                 self.state.criteria.append(criteria.missing("canary", "canary", what, "at least", self.policy.canary.retention, reason, unit="%"))
                 return reason
             return "not asked for by the policy"
-        run = self._evaluate([self.canary], "canary", self.budget.canary_limit)
+        # Without the controls: on a broken cache a model rarely stops, and the canary would mostly wait for them.
+        run = self._evaluate([self.canary], "canary", self.budget.canary_limit, self._arms[:3])
         compared = compare(load_runs(run), self.policy.comparison())
         found = [
             c
@@ -356,14 +360,14 @@ class Screen:
         return f"{self.canary}: {found[0].reason}"
 
     def _suite(self) -> str:
-        rest = [name for name in self.leaves if name != self.canary]
         runs = [self.out / "canary"] if self.canary is not None else []
-        if rest:
-            runs.append(self._evaluate(rest, "run", self.budget.limit))
+        for folder, tasks, limit in (("run", self.answered, self.budget.limit), ("text", self.texts, self.budget.text_limit)):
+            if tasks:
+                runs.append(self._evaluate(tasks, folder, limit, self._arms))
         if not runs:
             raise BadInputError("no task to evaluate; name one or more with --tasks")
-        compared = compare([run for path in runs for run in load_runs(path)], self.policy.comparison())
-        self.state.compared = compared
+        tried = [arm.name for arm in self._arms[:3]]
+        compared = compare([run for path in runs for run in load_runs(path)], self.policy.comparison(), arms=tried)
         found = criteria.quality(compared.comparison, self.state.name, self.policy, stage="suite", canary=self.canary)
         if self._one_model():
             # Nothing beats itself; what there is to gain is asked when it is known what the transfer costs.
@@ -448,17 +452,34 @@ class Screen:
             return verdict
         for name in ("diagnostics.json", "latency.json"):
             # Beside the run, where the report looks for them.
-            for run in ("run", "canary"):
+            for run in ("run", "text", "canary"):
                 if (self.out / name).is_file() and (self.out / run).is_dir():
                     shutil.copyfile(self.out / name, self.out / run / name)
                     break
-        runs = [run for folder in ("run", "canary") if (self.out / folder / "spec.json").is_file() for run in load_runs(self.out / folder)]
+        # The controls were spared the canary, so a run with them is a comparison of its own.
+        folders = [f for f in ("run", "text") if (self.out / f / "provenance.json").is_file()] or ["canary"]
+        runs = [run for folder in folders for run in load_runs(self.out / folder)]
         compared = compare(runs, self.policy.comparison(), title=f"{self.request.source} \u2192 {self.request.target}")
+        notes = compared.comparison.notes
+        if "canary" not in folders and self.canary is not None:
+            notes += (f"the canary {self.canary} was scored without the controls, in a run of its own: kvbench report {self.out / 'canary'}",)
         comparison = compared.comparison.model_copy(
-            update={"screen": verdict, "command": command_line(), "provenance": collect(started_utc=self.started, command=command_line())}
+            update={
+                "notes": notes,
+                "screen": verdict,
+                "command": command_line(),
+                "provenance": collect(started_utc=self.started, command=command_line()),
+            }
         )
         write_report(replace(compared, comparison=comparison), report, overwrite=True)
         return verdict
+
+
+def scores_text(leaf: Leaf) -> bool:
+    """Whether a task scores text instead of answers."""
+    metrics = leaf.config.get("metric_list") or ()
+    names = [str(m.get("metric")) if isinstance(m, dict) else str(m) for m in metrics]
+    return any("perplexity" in name or "nll" in name for name in names)
 
 
 def _fact(name: str, stage: str, what: str, passed: bool, reason: str) -> Criterion:

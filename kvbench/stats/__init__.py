@@ -37,6 +37,7 @@ from kvbench.stats.retention import (
     Retention,
     TaskScores,
     average_retention,
+    mean_of_intervals,
     paired_retention,
     perplexity_ratio,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "holm",
     "interval_of",
     "mcnemar",
+    "mean_of_intervals",
     "paired_bootstrap",
     "paired_proportions",
     "paired_retention",

@@ -7,7 +7,7 @@ number, so their intervals resample arm and reference together, and where the di
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -167,7 +167,10 @@ def paired_retention(
             return value, refused
         if sample is None:
             return value, _few_differing(first, second, floor, groups, units, level)
-        return value, interval_of(evaluate(sample, _ratio_above(floor)), level=level, method=method)
+        bounds = interval_of(evaluate(sample, _ratio_above(floor)), level=level, method=method)
+        # An arm that is never right leaves every resample at zero, which is no certainty.
+        flat = not isinstance(bounds, Interval) and float(np.ptp(first)) == 0
+        return value, _few_differing(first, second, floor, groups, units, level) if flat else bounds
 
     value, interval = both(0.0, "retention")
     if chance is None:
@@ -256,8 +259,8 @@ def average_retention(
     """Mean retention over tasks, every task weighing alike.
 
     Undefined as soon as one task's is: an average over the tasks that happen to have a value would be another average. The
-    interval further needs every task to be large enough. With fewer than `MIN_DIFFERING` differing items or clusters in all it is the mean of
-    the tasks' own (conservative) bounds.
+    interval further needs every task to be large enough. With fewer than `MIN_DIFFERING` differing items or clusters in all it is
+    `mean_of_intervals` of the tasks' own (conservative) ones.
 
     Args:
         tasks: scores by task name, at least one; higher is better in all.
@@ -292,15 +295,14 @@ def average_retention(
     few = refused is None and units < MIN_DIFFERING
 
     def bounds_of(floors: Mapping[str, float]) -> MaybeInterval:
-        found = []
+        found: list[tuple[float, Interval]] = []
         for name in names:
             first, second, _ = _checked(tasks[name].arm, tasks[name].reference, tasks[name].groups, tasks[name].chance)
             one = _few_differing(first, second, floors[name], tasks[name].groups, _differing(first, second, tasks[name].groups)[1], level)
             if isinstance(one, Undefined):
                 return Undefined(f"task {name}: {one.reason}")
-            found.append(one)
-        lower, upper = (float(np.mean([getattr(b, side) for b in found])) for side in ("lower", "upper"))
-        return Interval(lower, upper, level, f"mean of the tasks' bounds, {units} differing items or clusters in all")
+            found.append(((float(first.mean()) - floors[name]) / (float(second.mean()) - floors[name]), one))
+        return mean_of_intervals(found)
 
     def average(floors: Mapping[str, float], kind: str) -> tuple[Value, MaybeInterval]:
         draws: list[Draws] = []
@@ -324,6 +326,22 @@ def average_retention(
     else:
         normalised, normalised_interval = average(chances, "floor-normalised retention")
     return AverageRetention(names, value, interval, normalised, normalised_interval)
+
+
+def mean_of_intervals(parts: Sequence[tuple[float, Interval]]) -> Interval:
+    """Interval of the mean of independent estimates from their own intervals, by the square-and-add rule.
+
+    Args:
+        parts: estimate and interval of each, all of one level.
+
+    Source:
+        MOVER: Zou and Donner, Statistics in Medicine 27:1693-1702 (2008), equation 3, for a mean instead of a sum.
+    """
+    count = len(parts)
+    mean = sum(value for value, _ in parts) / count
+    below = math.sqrt(sum((value - bounds.lower) ** 2 for value, bounds in parts)) / count
+    above = math.sqrt(sum((bounds.upper - value) ** 2 for value, bounds in parts)) / count
+    return Interval(mean - below, mean + above, parts[0][1].level, f"square-and-add (2008) of the tasks' intervals ({parts[0][1].method})")
 
 
 def _checked(arm: ArrayLike, reference: ArrayLike, groups: ArrayLike | None, chance: float | None) -> tuple[Vector, Vector, int | None]:

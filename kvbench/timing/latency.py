@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from kvbench.timing import counted, phases
 from kvbench.timing.clock import OutOfMemoryError, frozen_garbage, percentiles, repeat
 from kvbench.timing.counted import Work
 from kvbench.timing.peak import Machine
-from kvbench.timing.points import added, device_name, judged_point, phase_time
+from kvbench.timing.points import added, device_name, judged_point, phase_time, unsteady
 
 Progress = Callable[[int, int, str], None]
 """Called with pieces done, pieces in all, and what is being done."""
@@ -314,5 +315,11 @@ class _Run:
             )
         if self.source.dtype != self.target.dtype:
             notes.append(f"the source runs in {self.source.dtype}, the target in {self.target.dtype}")
+        busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        if self.target.device.type == "cpu" and busy > torch.get_num_threads() + 1:
+            notes.append(
+                f"other work ran on this machine meanwhile (load {busy:.1f} with {torch.get_num_threads()} threads here): measure again when it is idle"
+            )
+        notes += unsteady(self.points)
         notes += [f"{point.arm} at {point.tokens:,} tokens: {point.error}" for point in self.points if point.error]
         return tuple(notes)

@@ -11,6 +11,9 @@ from kvbench.timing.clock import percentiles
 from kvbench.timing.counted import Work
 from kvbench.timing.peak import Machine
 
+UNSTEADY = 2.0
+"""Slowest over fastest repeat from which on a note warns."""
+
 
 def judged_point(arm: str, tokens: int, batch: int, seconds: Sequence[float], work: Work, machine: Machine) -> LatencyPoint:
     """A warm point with its floor; a time below what the peak matrix rate allows is an error, not a result."""
@@ -38,6 +41,16 @@ def phase_time(
         name=name, arm=arm, tokens=tokens, batch=batch, seconds=tuple(seconds), p50_seconds=p.p50, p95_seconds=p.p95, p99_seconds=p.p99,
         operations=operations, bytes_moved=moved, floor_seconds=floor, achieved=floor / p.p50 if floor is not None and p.p50 else None,
     )  # fmt: skip
+
+
+def unsteady(points: Sequence[LatencyPoint]) -> list[str]:
+    """A note where repeats of one thing differ too much for its median to be trusted: the slowest took twice the fastest or more."""
+    lengths = sorted({p.tokens for p in points if len(p.seconds) > 1 and max(p.seconds) >= UNSTEADY * min(p.seconds)})
+    if not lengths:
+        return []
+    return [
+        f"repeats differ by {UNSTEADY:g} times or more at {', '.join(f'{n:,}' for n in lengths)} tokens: do not trust these rows, measure them again"
+    ]
 
 
 def added(left: Sequence[float], right: Sequence[float]) -> tuple[float, ...]:

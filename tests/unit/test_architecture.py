@@ -21,9 +21,10 @@ ALLOWED = {
     "runs": {"stats"},
     "reporting": {"stats", "runs"},
     "embedded": set(),
+    "scale": {"stats", "runs"},
     "screening": {"kv", "pairs", "calibration", "mappers", "scoring", "diagnostics", "timing", "stats", "runs", "reporting"},
 }
-BASE = {"errors", "storage", "paths", "_version"}
+BASE = {"errors", "storage", "paths", "_version", "ranks"}
 
 
 def _imports(path: Path) -> set[str]:

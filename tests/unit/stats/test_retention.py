@@ -221,7 +221,17 @@ def test_average_is_undefined_when_a_task_is(rng: np.random.Generator) -> None:
     assert same.interval.lower == pytest.approx(1 + bounds.lower / 0.5)
     both = average_retention({"same": TaskScores(*table(30, 0, 0, 30)), "won": TaskScores(*table(20, 1, 0, 19))}, rng=rng)
     assert isinstance(both.interval, Interval)
-    assert both.interval.lower == pytest.approx((1 + bounds.lower / 0.5 + 1 + small_bounds.lower / 0.5) / 2)
+    # Square and add: the deviations of independent tasks do not happen at once.
+    below = (bounds.lower / 0.5, (1 + small_bounds.lower / 0.5) - 21 / 20)
+    assert both.interval.lower == pytest.approx((1 + 21 / 20) / 2 - math.hypot(*below) / 2)
+
+
+def test_an_arm_that_is_never_right_still_has_an_interval(rng: np.random.Generator) -> None:
+    arm, reference = table(0, 0, 40, 20)
+    result = paired_retention(arm, reference, rng=rng, higher_is_better=True)
+    assert result.value == 0
+    assert isinstance(result.interval, Interval)
+    assert result.interval.upper == pytest.approx(1 + tango_interval(0, 40, 60).upper / (40 / 60))
 
 
 def test_refusals(rng: np.random.Generator) -> None:
