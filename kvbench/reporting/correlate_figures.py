@@ -53,7 +53,6 @@ def scatter_figure(found: Correlations, figure: str, outcome: str = AVERAGE) -> 
             colour, marker = PALETTE[number % len(PALETTE)], MARKERS[number % len(MARKERS)]
             for role, fill in (("mapper", colour), ("control", "none")):
                 here = [p for p in points if p.pair == pair and p.role == role]
-                label = f"{pair}{' (controls)' if role == 'control' else ''}"
                 axes.plot(
                     [p.figures[figure] for p in here],
                     [scale * p.outcomes[outcome] for p in here],
@@ -62,7 +61,7 @@ def scatter_figure(found: Correlations, figure: str, outcome: str = AVERAGE) -> 
                     markerfacecolor=fill,
                     markeredgecolor=colour,
                     linestyle="none",
-                    label=label if here else None,
+                    label=pair if role == "mapper" else None,
                 )
         axes.margins(x=0.16, y=0.12)
         if figure == "kl_nats" and min(p.figures[figure] for p in points) > 0:
@@ -78,6 +77,8 @@ def scatter_figure(found: Correlations, figure: str, outcome: str = AVERAGE) -> 
         axes.set_title("; ".join(told), fontsize=8.5, loc="left", color=INK)
         if found.against != "difference":
             axes.axhline(scale if found.against == "retention" else 0, color=NEUTRAL, linewidth=1)
+        if any(p.role == "control" for p in points):
+            axes.plot([], [], "o", markersize=6, markerfacecolor="none", markeredgecolor=INK, label="hollow: controls")
         canvas.legend(loc="outside lower left", ncols=2, fontsize=7.5)
         _names(axes, points, figure, outcome, scale)
 

@@ -92,6 +92,35 @@ def test_prefix_perplexity_agrees_with_the_reference(run_cli, smol_pair, shared_
             assert found == pytest.approx(wanted, abs=1e-3)
 
 
+def test_diagnostics_agree_with_the_reference(smol_pair, shared_data, ridge, reference):
+    """Native cosine by layer, KL and agreement on the first chunks; all 24 give 0.9626, 0.8536 (worst layer), 0.1838 nats and 0.8046."""
+    import numpy as np
+
+    from kvbench.diagnostics.diagnose import DiagnoseSettings, diagnose
+    from kvbench.mappers.artifact import load_mapper
+    from kvbench.pairs.models import load_model
+
+    source, target = (load_model(str(path), dtype="float32") for path in smol_pair)
+    pages = [json.loads(line)["page"] for line in (shared_data / "wikitext2" / "test.jsonl").read_text().splitlines()]
+    ids = target.tokenizer("".join(pages), add_special_tokens=False)["input_ids"][: CHUNKS * 1024]
+    tokens = np.array(ids, dtype=np.int32).reshape(CHUNKS, 1024)
+    found = diagnose(
+        source, target, {"ridge": load_mapper(ridge[0])[0]}, tokens, DiagnoseSettings((512,), 512, batch_size=2, greedy_tokens=0), fitted=["ridge"]
+    )
+    wanted = reference["ridge"]
+    cosine = wanted["attention_output_cosine_native"]
+    layers = found.entry("ridge").cosine_native
+    # These chunks are a quarter of the reference's, so layers are held together and not digits.
+    assert layers == pytest.approx(cosine["per_layer"], abs=0.03)
+    assert _mean(layers) == pytest.approx(cosine["mean"], abs=0.01)
+    assert layers.index(min(layers)) == cosine["per_layer"].index(min(cosine["per_layer"]))
+    nll = {arm: wanted["wiki_nll_per_chunk"][arm][:CHUNKS] for arm in ("target", "ridge", "source")}
+    assert found.figure("ridge", "nll_difference").value == pytest.approx(_mean(nll["ridge"]) - _mean(nll["target"]), abs=0.01)
+    assert found.figure("source", "nll_difference").value == pytest.approx(_mean(nll["source"]) - _mean(nll["target"]), abs=1e-3)
+    assert found.figure("ridge", "top1_agreement").value == pytest.approx(wanted["top1_agreement"], abs=0.03)
+    assert 0.1 < found.figure("ridge", "kl_nats").value < 0.3
+
+
 def test_large_to_small(run_cli, smol_pair, shared_data, tmp_path):
     """The pair swapped: the large model prefills, the small one answers from the mapped cache."""
     source, target = smol_pair

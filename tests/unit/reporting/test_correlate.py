@@ -131,7 +131,7 @@ def test_between_and_within_pairs_can_disagree(tmp_path):
     assert len(correlations_frame(found)) == len(found.rows)
     (figure,) = correlation_figures(found)
     assert figure.png.startswith(b"\x89PNG")
-    assert "tiny -&gt; big (controls)" in figure.svg
+    assert "hollow: controls" in figure.svg
     assert len(figure.data) == 12
 
 
