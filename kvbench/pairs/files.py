@@ -39,8 +39,13 @@ def _folder(ref: ModelRef) -> Path | None:
     if ref.is_local:
         return Path(ref.path)
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    cached = try_to_load_from_cache(ref.path, "config.json", revision=ref.revision or "main")
+    try:
+        cached = try_to_load_from_cache(ref.path, "config.json", revision=ref.revision or "main")
+    except HFValidationError:
+        # A model that was built in memory has no place at all.
+        return None
     return Path(cached).parent if isinstance(cached, str) else None
 
 
