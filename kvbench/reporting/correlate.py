@@ -32,7 +32,8 @@ LOWER_IS_BETTER = frozenset(
 AVERAGE = "average"
 PAPER = {"n": 12, "attention": 0.57, "r2": -0.20}
 """arXiv:2608.03893: r with HellaSwag retention over 12 directions, of the attention-output cosine and of the calibration R2."""
-FEW = 12
+FEW, FEW_ITEMS = 12, 200
+"""Below: warned of."""
 MEASURES: dict[Against, str] = {
     "retention": "score of the arm / score of the target",
     "difference": "score of the arm minus score of the target",
@@ -119,6 +120,8 @@ class _Found:
     runs: list[ComparableRun] = field(default_factory=list)
     specs: dict[str, RunSpec] = field(default_factory=dict)
     diagnostics: list[tuple[Path, Diagnostics]] = field(default_factory=list)
+    items: dict[str, int] = field(default_factory=dict)
+    """Fewest items by task, of tasks scored by accuracy."""
 
 
 def correlate(
@@ -152,6 +155,11 @@ def correlate(
     if unknown := [name for name in leave_out if name not in names_of_arms]:
         raise BadInputError(f"there is no arm '{unknown[0]}' to leave out; there are {', '.join(sorted(names_of_arms))}")
     points, notes = _points(found, against, prefix, tasks, figures, leave_out)
+    notes += [
+        f"{task} has {n} items: every score on it carries a standard error of up to {50 / math.sqrt(n):.0f} percentage points, noise that no figure can predict"
+        for task, n in found.items.items()
+        if n < FEW_ITEMS
+    ]
     if leave_out:
         notes.append(f"left out as asked: {', '.join(leave_out)}")
     names = [f for f in (*CALIBRATION, *FIGURE_NAMES) if any(f in p.figures for p in points)]
@@ -213,7 +221,7 @@ def _points(
                 missing.append(arm.name)
                 continue
             shown |= _calibration(arm.mapper, found.specs.get(str(run.path)), arm.name)
-            outcomes = _outcomes(run, arm.name, against, tasks)
+            outcomes = _outcomes(run, arm.name, against, tasks, found.items)
             kept = {k: v for k, v in shown.items() if figures is None or k in figures}
             if kept and outcomes:
                 points.append(Point(pair=pair, arm=arm.name, role=roles[arm.name].role, run=str(run.path), figures=kept, outcomes=outcomes))
@@ -266,7 +274,7 @@ def _calibration(mapper: str | None, spec: RunSpec | None, arm: str) -> dict[str
     return out
 
 
-def _outcomes(run: ComparableRun, arm: str, against: Against, tasks: Sequence[str] | None) -> dict[str, float]:
+def _outcomes(run: ComparableRun, arm: str, against: Against, tasks: Sequence[str] | None, items: dict[str, int]) -> dict[str, float]:
     """Outcome by task, from the comparison of this arm with the target alone."""
     # Points need no intervals of their own, so as few resamples as the policy takes.
     target = next((a.name for a in run.arms if a.role == "target"), None)
@@ -281,6 +289,8 @@ def _outcomes(run: ComparableRun, arm: str, against: Against, tasks: Sequence[st
         value = pair.retention.value if against == "retention" else pair.difference.value
         if value is not None:
             out[task.task] = value
+            if task.kind == "accuracy":
+                items[task.task] = min(task.n, items.get(task.task, task.n))
     if out:
         out[AVERAGE] = sum(out.values()) / len(out)
     return out

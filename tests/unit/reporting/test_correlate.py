@@ -100,6 +100,11 @@ def test_retention_is_the_arms_score_over_the_targets(run):
         assert point.outcomes[task] == pytest.approx(accuracy[task, "m3"] / accuracy[task, "target"])
     assert point.outcomes[AVERAGE] == pytest.approx((point.outcomes["choice_made"] + point.outcomes["other_made"]) / 2)
     assert point.role == "mapper"
+    # sqrt(0.25 / 120) is 4.6 points.
+    assert any(
+        w.startswith("choice_made has 120 items: every score on it carries a standard error of up to 5 percentage points")
+        for w in correlate([run]).warnings
+    )
     lost = next(p for p in correlate([run], "difference", tasks=["choice_made"]).points if p.arm == "m3")
     assert lost.outcomes["choice_made"] == pytest.approx(accuracy["choice_made", "m3"] - accuracy["choice_made", "target"])
 
