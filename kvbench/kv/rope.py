@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.errors import BadInputError
+from kvbench.kv.kernels import fused
 
 # Their inverse frequencies depend on the current length, so cached keys of one prefix carry several bases.
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
@@ -69,6 +70,35 @@ class Rope:
         """Undo the rotation (and yarn's attention factor) of token-major keys, in float32."""
         scale = cos.square() + sin.square()
         return self._turn(keys, cos / scale, -sin / scale)
+
+    def apply_into(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """Rotate token-major keys in float32 and write them into a cache.
+
+        Args:
+            keys: `[batch, tokens, kv_heads, head_dim]`.
+            cos: of `cos_sin`.
+            sin: of `cos_sin`.
+            out: `[batch, kv_heads, tokens, head_dim]`, part of a cache, in its dtype.
+        """
+        if fused(keys.device) and keys.device == out.device and keys.stride(-1) == out.stride(-1) == 1:
+            from kvbench.kv.triton_kernels import turn
+
+            turn(keys.transpose(1, 2), cos.to(keys.device), sin.to(keys.device), out)
+        else:
+            out.copy_(self.apply(keys, cos, sin).transpose(1, 2))
+
+    def strip_to_rows(self, cached: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        """Undo the rotation of cached keys `[batch, kv_heads, tokens, head_dim]`; rows `[batch * tokens, kv_heads * head_dim]` in `dtype`."""
+        batch, heads, tokens, width = cached.shape
+        if not fused(cached.device) or cached.stride(-1) != 1:
+            return self.strip(cached.transpose(1, 2), cos, sin).reshape(batch * tokens, heads * width).to(dtype)
+        from kvbench.kv.triton_kernels import turn
+
+        rows = cached.new_empty(batch, tokens, heads, width, dtype=dtype)
+        cos, sin = cos.to(cached.device), sin.to(cached.device)
+        scale = cos.square() + sin.square()
+        turn(cached, cos / scale, -sin / scale, rows.transpose(1, 2))
+        return rows.view(batch * tokens, heads * width)
 
     @staticmethod
     def _turn(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -43,13 +43,17 @@ class Weights:
         self._parameters = parameters
         self._resident: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
+    def resident(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this dtype stay in memory between uses."""
+        return self._parameters * dtype.itemsize <= RESIDENT_BYTES
+
     def get(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The tensor called `name`."""
         key = (name, dtype, device)
         if key in self._resident:
             return self._resident[key]
         weight = self.store.get(name).to(device=device, dtype=dtype)
-        if self._parameters * weight.element_size() <= RESIDENT_BYTES:
+        if self.resident(dtype):
             self._resident[key] = weight
         return weight
 
@@ -83,6 +87,17 @@ class SelectedMapper(Mapper):
         self.details = dict(details or {})
         self.store = store
         self.weights = Weights(store, self.parameters())
+        self._last_reader: dict[int, int] = {}
+
+    tokenwise = True
+    """A token's result depends on that token alone, so a prefix may be mapped block by block."""
+
+    def finished(self, target_layer: int) -> list[int]:
+        """Source layers that no target layer after this one reads."""
+        if not self._last_reader:
+            for target, layers in enumerate(self.source_layers):
+                self._last_reader.update(dict.fromkeys(layers, target))
+        return [layer for layer, last in self._last_reader.items() if last <= target_layer]
 
     @property
     def width(self) -> int:

@@ -13,7 +13,9 @@ from kvbench.errors import BadInputError
 from kvbench.kv.capture import to_content
 from kvbench.kv.content import ContentKV, RotatedKV
 from kvbench.kv.inject import PrefixCache, PrefixLayer
+from kvbench.kv.kernels import BLOCK_ROWS, BlockContent, token_blocks
 from kvbench.mappers.base import Mapper
+from kvbench.mappers.linear import SelectedMapper
 from kvbench.pairs.models import LoadedModel, write_prefix
 from kvbench.scoring.arms import Answering, Arm
 from kvbench.scoring.batching import Tokens, cut
@@ -200,15 +202,32 @@ class TransferEngine:
         width = min(content.tokens, cache.layers[0].filled - start)
         for layer in range(model.layers):
             keys, values = arm.mapper.map_layer(content, layer)
-            if not arm.mapper.rotated:
-                keys = model.rope.apply(keys, cos, sin)
             target = cache.layers[layer]
-            target.keys[rows, :, start : start + width].copy_(keys[:, :width].transpose(1, 2))
+            place = target.keys[rows, :, start : start + width]
+            if arm.mapper.rotated:
+                place.copy_(keys[:, :width].transpose(1, 2))
+            else:
+                model.rope.apply_into(keys[:, :width], cos[:, :width], sin[:, :width], place)
             target.values[rows, :, start : start + width].copy_(values[:, :width].transpose(1, 2))
+            if isinstance(content, BlockContent) and isinstance(arm.mapper, SelectedMapper):
+                content.forget(arm.mapper.finished(layer))
 
     def map_into(self, cache: PrefixCache, rows: slice, start: int, arm: Arm, model: LoadedModel, kv: RotatedKV, reader: LoadedModel) -> None:
-        """Strip a cache of `reader`, map it with `arm`, rotate and write it into `cache`: the transfer itself, without any prefill."""
-        self._write(cache, rows, start, arm, model, to_content(kv, reader.rope, strip=not arm.mapper.rotated))
+        """Strip a cache of `reader`, map it with `arm`, rotate and write it into `cache`: the transfer itself, without any prefill.
+
+        Mappers that treat tokens independently are applied block by block of tokens, so that beside the two caches only a block of
+        content is in memory; others see the whole prefix at once.
+        """
+        strip, mapper = not arm.mapper.rotated, arm.mapper
+        if not (isinstance(mapper, SelectedMapper) and mapper.tokenwise):
+            self._write(cache, rows, start, arm, model, to_content(kv, reader.rope, strip=strip))
+            return
+        at_once = BLOCK_ROWS
+        if not mapper.weights.resident(model.dtype):
+            # Weights that are read again for each block want few blocks, as long as a block stays small beside the caches.
+            at_once = max(BLOCK_ROWS, min(4 * BLOCK_ROWS, kv.tokens * kv.keys[0].shape[0] // 8))
+        for first, content in token_blocks(kv, reader.rope, strip=strip, rows=at_once):
+            self._write(cache, rows, start + first, arm, model, content)
 
     def _header_kv(self, role: str, header: Tokens) -> RotatedKV:
         """A model's own cache of a header, prefilled once and kept."""
