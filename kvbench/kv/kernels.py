@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvbench.kv.rope import Rope
 
 # Rows (batch x tokens) mapped at once: large enough for full speed of the matrix products, small enough for the second-level cache.
-BLOCK_ROWS = 512
+BLOCK_ROWS = 768
 
 
 @cache

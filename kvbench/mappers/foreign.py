@@ -39,7 +39,8 @@ class ImportedMapper(LinearMapper):
 
     name = "imported"
 
-    def _map(self, source: ContentKV, target_layer: int, kind: Kind) -> Tensor:
+    def map_kind(self, source: ContentKV, target_layer: int, kind: Kind) -> Tensor:
+        """One product, or two with factors, from the layers of this kind."""
         layers = self.source_layers if kind == "k" else self.value_layers
         design = design_matrix(source, layers[target_layer], kind)
 

@@ -30,9 +30,10 @@ class HeadLocalMapper(SelectedMapper):
 
     def map_layer(self, source: ContentKV, target_layer: int) -> tuple[Tensor, Tensor]:
         """A batched product over heads for keys, one for values."""
-        return self._map(source, target_layer, "k"), self._map(source, target_layer, "v")
+        return self.map_kind(source, target_layer, "k"), self.map_kind(source, target_layer, "v")
 
-    def _map(self, source: ContentKV, target_layer: int, kind: Kind) -> Tensor:
+    def map_kind(self, source: ContentKV, target_layer: int, kind: Kind) -> Tensor:
+        """One of the two."""
         layers = self.source_layers[target_layer]
         dtype, device = source.values[0].dtype, source.values[layers[0]].device
         weight = self.weights.get(f"target.{target_layer}.{kind}.W", dtype, device)

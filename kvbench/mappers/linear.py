@@ -92,6 +92,20 @@ class SelectedMapper(Mapper):
     tokenwise = True
     """A token's result depends on that token alone, so a prefix may be mapped block by block."""
 
+    @property
+    def kinds_apart(self) -> bool:
+        """Whether `map_kind` maps one kind without the other: a class that overrides `map_layer` alone does not."""
+        for cls in type(self).__mro__:
+            if "map_kind" in vars(cls):
+                return cls is not SelectedMapper
+            if "map_layer" in vars(cls):
+                return False
+        return False
+
+    def map_kind(self, source: ContentKV, target_layer: int, kind: Kind) -> Tensor:
+        """Keys (`"k"`) or values (`"v"`) of one target layer, `[batch, tokens, kv_heads, head_dim]`."""
+        return self.map_layer(source, target_layer)[0 if kind == "k" else 1]
+
     def finished(self, target_layer: int) -> list[int]:
         """Source layers that no target layer after this one reads."""
         if not self._last_reader:
@@ -146,9 +160,10 @@ class LinearMapper(SelectedMapper):
 
     def map_layer(self, source: ContentKV, target_layer: int) -> tuple[Tensor, Tensor]:
         """One product for keys, one for values."""
-        return self._map(source, target_layer, "k"), self._map(source, target_layer, "v")
+        return self.map_kind(source, target_layer, "k"), self.map_kind(source, target_layer, "v")
 
-    def _map(self, source: ContentKV, target_layer: int, kind: Kind) -> Tensor:
+    def map_kind(self, source: ContentKV, target_layer: int, kind: Kind) -> Tensor:
+        """One of the two."""
         design = design_matrix(source, self.source_layers[target_layer], kind)
         weight = self.weights.get(f"target.{target_layer}.{kind}.W", design.dtype, design.device)
         bias = self.weights.get(f"target.{target_layer}.{kind}.b", design.dtype, design.device)

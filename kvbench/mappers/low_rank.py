@@ -31,9 +31,10 @@ class LowRankMapper(SelectedMapper):
 
     def map_layer(self, source: ContentKV, target_layer: int) -> tuple[Tensor, Tensor]:
         """Two thin products for keys, two for values."""
-        return self._map(source, target_layer, "k"), self._map(source, target_layer, "v")
+        return self.map_kind(source, target_layer, "k"), self.map_kind(source, target_layer, "v")
 
-    def _map(self, source: ContentKV, target_layer: int, kind: Kind) -> Tensor:
+    def map_kind(self, source: ContentKV, target_layer: int, kind: Kind) -> Tensor:
+        """One of the two."""
         design = design_matrix(source, self.source_layers[target_layer], kind)
         left, right, bias = (self.weights.get(f"target.{target_layer}.{kind}.{name}", design.dtype, design.device) for name in ("A", "B", "b"))
         return torch.addmm(bias, design @ left, right).reshape(source.batch, source.tokens, self.kv_heads, self.head_dim)

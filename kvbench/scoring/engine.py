@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvbench.errors import BadInputError
 from kvbench.kv.capture import to_content
-from kvbench.kv.content import ContentKV, RotatedKV
+from kvbench.kv.content import ContentKV, Kind, RotatedKV
 from kvbench.kv.inject import PrefixCache, PrefixLayer
 from kvbench.kv.kernels import BLOCK_ROWS, BlockContent, token_blocks
+from kvbench.kv.rope import Rope
 from kvbench.mappers.base import Mapper
 from kvbench.mappers.linear import SelectedMapper
 from kvbench.pairs.models import LoadedModel, write_prefix
@@ -200,17 +201,30 @@ class TransferEngine:
         """Map content layer by layer, rotate with the answering model's RoPE, and write it into the cache."""
         cos, sin = model.rope.cos_sin(content.positions[:1])
         width = min(content.tokens, cache.layers[0].filled - start)
-        for layer in range(model.layers):
-            keys, values = arm.mapper.map_layer(content, layer)
-            target = cache.layers[layer]
-            place = target.keys[rows, :, start : start + width]
-            if arm.mapper.rotated:
-                place.copy_(keys[:, :width].transpose(1, 2))
-            else:
-                model.rope.apply_into(keys[:, :width], cos[:, :width], sin[:, :width], place)
-            target.values[rows, :, start : start + width].copy_(values[:, :width].transpose(1, 2))
-            if isinstance(content, BlockContent) and isinstance(arm.mapper, SelectedMapper):
-                content.forget(arm.mapper.finished(layer))
+        passes: tuple[tuple[Kind, ...], ...] = (("k", "v"),)
+        if isinstance(content, BlockContent) and isinstance(arm.mapper, SelectedMapper) and arm.mapper.kinds_apart:
+            # First all keys, then all values: half the content is in memory at a time.
+            passes = (("k",), ("v",))
+        for kinds in passes:
+            for layer in range(model.layers):
+                for kind, tensor in zip(kinds, _mapped(arm.mapper, content, layer, kinds), strict=True):
+                    self._place(
+                        cache, rows, slice(start, start + width), layer, kind, tensor[:, :width], None if arm.mapper.rotated else model.rope, cos, sin
+                    )
+                if isinstance(content, BlockContent) and isinstance(arm.mapper, SelectedMapper):
+                    content.forget(arm.mapper.finished(layer))
+
+    @staticmethod
+    def _place(
+        cache: PrefixCache, rows: slice, tokens: slice, layer: int, kind: Kind, tensor: Tensor, rope: Rope | None, cos: Tensor, sin: Tensor
+    ) -> None:
+        """Write token-major keys (rotated by `rope`, where given) or values into a layer of a cache."""
+        target = cache.layers[layer]
+        place = (target.keys if kind == "k" else target.values)[rows, :, tokens]
+        if kind == "k" and rope is not None:
+            rope.apply_into(tensor, cos[:, : tensor.shape[1]], sin[:, : tensor.shape[1]], place)
+        else:
+            place.copy_(tensor.transpose(1, 2))
 
     def map_into(self, cache: PrefixCache, rows: slice, start: int, arm: Arm, model: LoadedModel, kv: RotatedKV, reader: LoadedModel) -> None:
         """Strip a cache of `reader`, map it with `arm`, rotate and write it into `cache`: the transfer itself, without any prefill.
@@ -267,6 +281,12 @@ class TransferEngine:
         while held > HEADER_BYTES and len(self._headers) > 1:
             _, dropped = self._headers.popitem(last=False)
             held -= _bytes(dropped)
+
+
+def _mapped(mapper: Mapper, content: ContentKV, layer: int, kinds: tuple[Kind, ...]) -> tuple[Tensor, ...]:
+    if len(kinds) == 1 and isinstance(mapper, SelectedMapper):
+        return (mapper.map_kind(content, layer, kinds[0]),)
+    return mapper.map_layer(content, layer)
 
 
 def _bytes(kv: RotatedKV) -> int:

@@ -58,3 +58,12 @@ def test_blocks_of_tokens_give_the_plain_result(tiny, monkeypatch, kind, rows):
 def test_a_source_layer_is_finished_after_its_last_reader():
     mapper = _mapper("linear", 2, 8)
     assert [sorted(mapper.finished(t)) for t in range(5)] == [[], [1], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_a_subclass_with_its_own_map_layer_is_asked_for_both_at_once():
+    class Both(LinearMapper):
+        def map_layer(self, source, target_layer):
+            return super().map_layer(source, target_layer)
+
+    assert _mapper("linear", 2, 8).kinds_apart
+    assert not Both(LAYERS, 16, 2, 8, MemoryStore({})).kinds_apart
