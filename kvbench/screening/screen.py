@@ -163,9 +163,12 @@ class Screen:
             asked = json.loads(spec)
             differing = [key for key in asked if stored.get(key) != asked[key]]
             if differing:
-                key = differing[0]
+                key, was, now = differing[0], stored.get(differing[0]), asked[differing[0]]
+                if isinstance(was, dict) and isinstance(now, dict):
+                    part = next(name for name in now if was.get(name) != now[name])
+                    key, was, now = f"{key} ({part})", was.get(part), now[part]
                 raise BadInputError(
-                    f"'{self.out}' holds a screen with another {key.replace('_', ' ')} ({stored.get(key)} instead of {asked[key]}); "
+                    f"'{self.out}' holds a screen with another {key.replace('_', ' ')} ({was} instead of {now}); "
                     "choose another --out, or pass --overwrite to begin again"
                 )
             self.talk.say(f"going on with the screen in '{self.out}'")
@@ -462,7 +465,10 @@ class Screen:
         compared = compare(runs, self.policy.comparison(), title=f"{self.request.source} \u2192 {self.request.target}")
         notes = compared.comparison.notes
         if "canary" not in folders and self.canary is not None:
-            notes += (f"the canary {self.canary} was scored without the controls, in a run of its own: kvbench report {self.out / 'canary'}",)
+            notes += (
+                f"scores, averages and figures below are without the canary {self.canary}, which was scored without the controls in a run of its own "
+                f"(its figure is in the criteria above): kvbench report {self.out / 'canary'}",
+            )
         comparison = compared.comparison.model_copy(
             update={
                 "notes": notes,

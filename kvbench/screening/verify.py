@@ -16,6 +16,7 @@ from kvbench.storage import SUMS, read_manifest, verify_sums
 
 Status = Literal["ok", "differs", "not checked"]
 VERDICT = "verdict.json"
+VERDICT_FINDING = "verdict of the screen"
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ def verify_against(path: Path, source: str, target: str, *, source_revision: str
         if verdict.signature.mapper is None:
             raise ArtifactError(f"the screen at '{path}' ended without a mapper ({verdict.verdict}: {verdict.sentence}); there is nothing to verify")
         screen, path = path, path / verdict.signature.mapper
-        findings.append(
-            Finding("verdict of the screen", "ok" if verdict.verdict == "deploy" else "differs", f"{verdict.verdict} ({screen / VERDICT})")
-        )
+        findings.append(Finding(VERDICT_FINDING, "ok" if verdict.verdict == "deploy" else "differs", f"{verdict.verdict} ({screen / VERDICT})"))
         same = mapper_id(path) == verdict.signature.mapper_id
         findings.append(Finding("artifact is the one that was screened", "ok" if same else "differs", "" if same else "other SHA256SUMS"))
     manifest = read_manifest(path, "mapper")
