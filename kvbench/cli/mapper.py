@@ -141,7 +141,7 @@ def verify(
 def _verify_against(artifact: str, against: tuple[str, str], source_revision: str | None, target_revision: str | None, json: bool) -> None:
     """Nothing here may import torch: a router waits for it at start-up."""
     from kvbench.paths import mappers_directory
-    from kvbench.screening.verify import verify_against
+    from kvbench.screening.verify import VERDICT_FINDING, verify_against
 
     path = mappers_directory() / "artifacts" / artifact.replace(":", "-") if artifact.startswith("embedded:") else Path(artifact)
     found = verify_against(path, *against, source_revision=source_revision, target_revision=target_revision)
@@ -150,9 +150,10 @@ def _verify_against(artifact: str, against: tuple[str, str], source_revision: st
     else:
         for finding in found.findings:
             print(f"{finding.status:<11} {finding.what}{': ' + finding.detail if finding.detail else ''}")
-        print(
-            f"{found.path}: {'belongs to' if found.passed else 'does NOT belong to'} {against[0]} -> {against[1]}; mapper id {found.mapper_id[:16]}"
-        )
+        belongs = all(f.status != "differs" or f.what == VERDICT_FINDING for f in found.findings)
+        words = "belongs to" if belongs else "does NOT belong to"
+        refused = ", but the verdict of its screen is not deploy" if belongs and not found.passed else ""
+        print(f"{found.path}: {words} {against[0]} -> {against[1]}{refused}; mapper id {found.mapper_id[:16]}")
     if not found.passed:
         raise typer.Exit(4)
 
