@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,10 @@ def write_latency(directory: Path, found: Latency) -> None:
     from kvbench.runs.files import write_whole
 
     for name, frame in frames(found).items():
-        write_whole(directory / f"{name}.csv", lambda path, frame=frame: frame.to_csv(path, index=False))  # type: ignore[misc]
+        write_whole(directory / f"{name}.csv", partial(frame.to_csv, index=False))
     for figure in latency_only_figures(found):
-        write_whole(directory / f"{figure.name}.svg", lambda path, figure=figure: path.write_text(figure.svg, encoding="utf-8"))  # type: ignore[misc]
-        write_whole(directory / f"{figure.name}.png", lambda path, figure=figure: path.write_bytes(figure.png))  # type: ignore[misc]
+        write_whole(directory / f"{figure.name}.svg", partial(Path.write_text, data=figure.svg, encoding="utf-8"))
+        write_whole(directory / f"{figure.name}.png", partial(Path.write_bytes, data=figure.png))
 
 
 def print_latency(found: Latency, *, as_json: bool) -> None:

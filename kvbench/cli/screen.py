@@ -68,7 +68,8 @@ def screen(
     from kvbench.screening.budget import budget as budget_of
     from kvbench.screening.budget import default_tasks
     from kvbench.screening.estimate import estimate
-    from kvbench.screening.screen import SPEC, Request, Screen, Talk, plan_lines
+    from kvbench.screening.request import Request, Talk, plan_lines
+    from kvbench.screening.screen import SPEC, Screen
     from kvbench.storage import check_writable, dump_json
 
     if source is None or target is None:

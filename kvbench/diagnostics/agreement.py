@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -129,7 +129,7 @@ def output_inputs(model: LoadedModel, receive: Sequence[Tensor] | None = None) -
     cosines: dict[int, Tensor] = {}
     heads = int(model.config.num_attention_heads)
 
-    def hook(layer: int):  # type: ignore[no-untyped-def]
+    def hook(layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def record(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             found = args[0].detach().reshape(*args[0].shape[:-1], heads, -1).float()
             if receive is None:

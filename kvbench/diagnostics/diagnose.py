@@ -22,6 +22,7 @@ from kvbench.kv.inject import PrefixCache
 from kvbench.mappers.base import Mapper
 from kvbench.pairs.models import LoadedModel, write_prefix
 from kvbench.runs.measured import DiagnosticFigure, Diagnostics, LayerDiagnostics, Profile
+from kvbench.runs.schema import Role
 from kvbench.stats import MIN_CLUSTERS, Interval, paired_bootstrap
 
 Floats = NDArray[np.float64]
@@ -123,7 +124,7 @@ def diagnose(
                 progress(done, total)
         classes = token_classes(np.asarray(tokens)[:, : prefix - 1], np.stack(mass))
         for name, arm in arms.items():
-            role = "source" if arm.mapper is None else "mapper" if name in fitted else "control"
+            role: Role = "source" if arm.mapper is None else "mapper" if name in fitted else "control"
             entries.append(_entry(name, role, (labels or {}).get(name), arm, prefix, classes, settings))
     recorded: dict[str, Any] = {**asdict(settings), "prefixes": list(settings.prefixes), "sequences": len(tokens), "dtype": str(target.dtype)}
     recorded |= {"device": str(target.device), "attention": target.attention_backend}
@@ -309,7 +310,7 @@ def _rows(cache: PrefixCache, count: int) -> PrefixCache:
 
 
 def _entry(
-    name: str, role: str, label: str | None, arm: _Arm, prefix: int, classes: NDArray[np.int64], settings: DiagnoseSettings
+    name: str, role: Role, label: str | None, arm: _Arm, prefix: int, classes: NDArray[np.int64], settings: DiagnoseSettings
 ) -> LayerDiagnostics:
     """Averages, intervals and profiles of one arm."""
     rng = np.random.default_rng([settings.seed, prefix])
@@ -351,7 +352,7 @@ def _entry(
     top1 = arm.scalars.get("top1_agreement", [])
     return LayerDiagnostics(
         arm=name,
-        role=role,  # type: ignore[arg-type]
+        role=role,
         mapper=label,
         prefix=prefix,
         sequences=len(classes),

@@ -11,7 +11,7 @@ from kvbench.errors import KVBenchError
 from kvbench.pairs.locate import load_config, resolve
 
 if TYPE_CHECKING:
-    from kvbench.screening.screen import Request
+    from kvbench.screening.request import Request
 
 # Share of the peak matrix rate that a forward pass of a real model reaches, as found on the SmolLM2 pair.
 EFFICIENCY = 0.35

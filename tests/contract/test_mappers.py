@@ -129,4 +129,5 @@ def test_contract(name: str, geometry: Geometry, dtype: torch.dtype, pairs: Call
     for layer in reversed(range(pair.target.layers)):
         for found, expected in zip(again.map_layer(source, layer), mapped[layer], strict=True):
             assert torch.equal(found, expected)
-    assert type(recipe).from_settings({k: v for k, v in manifest["recipe"].items() if k != "method"}).configuration() is not None
+    rebuilt = type(recipe).from_settings({k: v for k, v in manifest["recipe"].items() if k != "method"})
+    assert json.loads(json.dumps(rebuilt.configuration())) == manifest["recipe"]
