@@ -55,6 +55,7 @@ def evaluate(
     """Evaluate target, source, mappers and controls on identical items in one pass, into a run that `kvbench report` compares."""
     opt.quiet_libraries()
     from kvbench.mappers.artifact import caveats
+    from kvbench.mappers.controls import CONTROLS
     from kvbench.ranks import join
     from kvbench.runs import RunStore
     from kvbench.scoring.arms import equal_shapes, mapper_arm, own_prefill
@@ -69,6 +70,8 @@ def evaluate(
     ranks = join(device, device_map)
     device = ranks.device(device)
     ranks.on_main(lambda: check_writable(out, overwrite=True))
+    fitted = {label: spec for label, spec in map(_named, dict.fromkeys(mapper or [])) if spec not in CONTROLS}
+    ranks.on_main(lambda: RunStore.refuse_other(out, source=source, target=target, mappers=list(fitted)))
     check_early(mapper, control, source, target, gen_kwargs, limit)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     task_metadata = _metadata(metadata, source, target)
@@ -98,12 +101,12 @@ def evaluate(
         standard = ["zero", "raw"] if equal_shapes(*models) else ["zero", "random"]
         controls = [c for c in (control or standard) if c != "none"]
         for item in dict.fromkeys([*(mapper or []), *controls]):
-            label, separator, location = item.partition("=")
-            arm = mapper_arm(location if separator else item, *models, name=label if separator else None)
+            label, location = _named(item)
+            arm = mapper_arm(location, *models, name=label)
             for name, told in caveats(arm.manifest or {}).items():
                 opt.say(f"mapper '{arm.name}': {name}: {told}")
             arms.append(arm)
-            specs.append(arm_spec(arm, location if separator else item))
+            specs.append(arm_spec(arm, location))
         reach = max_length or min(int(m.config.max_position_embeddings) for m in models)
         engine = TransferEngine(*models, arms, hold_back=hold_back, share_headers=share_headers)
         opt.say(evaluation_line(models, [engine.models[arm.answering] for arm in arms]))
@@ -141,6 +144,17 @@ def evaluate(
                 execute(store, scorer, names, list(leaves), manager=manager, seconds=seconds, **common)
     if ranks.main:
         _print(RunStore.open(out), engine.costs, json)
+
+
+def _named(item: str) -> tuple[str, str]:
+    """Name of the arm, and the control, artifact or `embedded:` name it stands for; `NAME=WHERE` gives it a name."""
+    from kvbench.mappers.controls import CONTROLS
+    from kvbench.scoring.arms import artifact_path
+
+    label, separator, location = item.partition("=")
+    if separator:
+        return label, location
+    return (item, item) if item in CONTROLS else (artifact_path(item).name, item)
 
 
 def check_early(mapper: list[str] | None, control: list[str] | None, source: str, target: str, gen_kwargs: str | None, limit: float | None) -> None:

@@ -32,7 +32,7 @@ def handoff(
         typer.Option(help="Target to source, for `alternate`: one for all mappers, or one per mapper; a control is its own way back."),
     ] = None,
     protocol: Annotated[list[str] | None, typer.Option(help="per_turn, once or alternate; repeat for more. Default per_turn and once.")] = None,
-    data: Annotated[str, typer.Option(help="coqa or embedded:turns.")] = "coqa",
+    data: Annotated[str | None, typer.Option(help="coqa or embedded:turns; default embedded:turns for embedded pairs, else coqa.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder with coqa/test.jsonl; no network is used then.")] = None,
     conversations: Annotated[int | None, typer.Option(help="Take so many, at random, nested by seed; default all.")] = None,
     max_turns: Annotated[int | None, typer.Option(help="First turns only.")] = None,
@@ -69,6 +69,8 @@ def handoff(
 
     opt.quiet_libraries()
     begun = utc_now()
+    if data is None:
+        data = "embedded:turns" if data_dir is None and all(name.startswith("embedded:") for name in (source, target)) else "coqa"
     names = list(dict.fromkeys(protocol or ["per_turn", "once"]))
     if unknown := [name for name in names if name not in PROTOCOLS]:
         raise BadInputError(f"unknown protocol '{unknown[0]}'; use {', '.join(PROTOCOLS)}")

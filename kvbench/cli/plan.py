@@ -16,7 +16,7 @@ def plan(
     source: Annotated[str, typer.Argument(help=f"Model that prefills: {opt.MODEL}; a directory with nothing but config.json will do.")],
     target: Annotated[str, typer.Argument(help=f"Model that answers: {opt.MODEL}; a directory with nothing but config.json will do.")],
     recipe: Annotated[str, typer.Option(help="ridge, head_local, attn_repair, low_rank, residual or mlp.")] = "ridge",
-    k: Annotated[str, typer.Option(help="Source layers per target layer, or all.")] = "8",
+    k: Annotated[str | None, typer.Option(help="Source layers per target layer, or all; default 8, or all where the source has fewer.")] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of low_rank.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Units of mlp layers (1024), or the bottleneck of residual (256).")] = None,
     sequences: Annotated[int, typer.Option(help="Calibration sequences.")] = 500,
@@ -38,17 +38,19 @@ def plan(
 ) -> None:
     """Sizes of moments, mapper, caches and peaks, and times as estimates, before anything is downloaded or run."""
     opt.quiet_libraries()
+    from dataclasses import replace
+
     from kvbench.cli.latency import integers
     from kvbench.cli.plan_output import as_json, print_plan
     from kvbench.errors import BadInputError
     from kvbench.pairs.geometry import refusals
     from kvbench.pairs.locate import load_config, resolve
-    from kvbench.timing.plan import PlanSettings, plan_pair, planned
+    from kvbench.timing.plan import DEFAULT_K, PlanSettings, plan_pair, planned
 
-    if k != "all" and not k.isdigit():
+    if k is not None and k != "all" and not k.isdigit():
         raise BadInputError(f"--k '{k}'; give a number of source layers, or all")
     settings = PlanSettings(
-        k=k if k == "all" else int(k),
+        k=k if k == "all" else int(k or DEFAULT_K),
         recipe=recipe,
         rank=rank,
         hidden=hidden,
@@ -66,6 +68,8 @@ def plan(
         for name, revision in ((source, source_revision), (target, target_revision))
     ]
     models = [planned(config) for config in configs]
+    if k is None:
+        settings = replace(settings, k=min(DEFAULT_K, models[0].geometry.layers))
     if tflops is None and (tflops64 is not None or bandwidth is not None):
         raise BadInputError("--tflops64 and --bandwidth describe the machine of --tflops; give that too")
     settings.check(models[0].geometry)

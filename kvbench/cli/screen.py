@@ -13,6 +13,8 @@ import typer
 from kvbench.cli import options as opt
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from kvbench.runs.verdict import Verdict
 
 _COLOUR = {"deploy": "green", "do-not-deploy": "red", "inconclusive": "yellow"}
@@ -122,8 +124,15 @@ def screen(
     with opt.progress_bar() as bar:
 
         def step(description: str, unit: str) -> Callable[[int, int], None]:
-            shown = bar.add_task(description, total=0, unit=unit, speed="")
-            return lambda done, total: bar.update(shown, completed=done, total=total)
+            shown: list[TaskID] = []
+
+            def advance(done: int, total: int) -> None:
+                # A stage that an earlier call has finished has no bar.
+                if not shown:
+                    shown.append(bar.add_task(description, total=total, unit=unit, speed=""))
+                bar.update(shown[0], completed=done, total=total)
+
+            return advance
 
         screening = Screen(request, out, Talk(bar.console.print, step, opt.scoring_bar(bar, "")))
         seconds = estimate(request, screening.leaves, screening.canary)
@@ -175,8 +184,8 @@ def _print(verdict: Verdict, out: Path) -> None:
     for column in ("outcome", "criterion", "figure", "interval", "wanted", "n"):
         table.add_column(column, justify="left" if column in ("outcome", "criterion") else "right", overflow="fold")
     for row in rows(verdict):
-        style = {"good": "green", "bad": "bold red", "open": "yellow"}[row.tone]
-        what = row.what if row.figure else f"{row.what}: {row.reason}"
+        style = {"good": "green", "bad": "bold red", "open": "yellow"}.get(row.tone, "")
+        what = f"{row.what}: {row.told or row.reason}" if row.told or not row.figure else row.what
         table.add_row(Text(row.outcome, style=style), Text(what), row.figure, row.interval, row.wanted, row.n)
     console = Console(width=None if Console().is_terminal else 160)
     console.print(table)

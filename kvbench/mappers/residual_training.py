@@ -2,7 +2,7 @@
 
 Per step and target layer: a split b and some query positions at or behind it; keys and values before b are mapped, those from b on are the
 target's own; the loss is the squared error of the per-head attention outputs relative to those of the target's own cache (the
-`native` protocol of DESIGN section 4). Queries are the target's own, so layers do not influence each other.
+`native` protocol of docs/diagnostics.md). Queries are the target's own, so layers do not influence each other.
 """
 
 from __future__ import annotations

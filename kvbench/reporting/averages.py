@@ -44,6 +44,8 @@ def average_pair(
         The average, or None where there is no such task.
     """
     chosen = [data for data in tasks if data.view.primary and data.view.kind != "nll" and data.view.higher_is_better]
+    # A task that one of the two was spared belongs to neither side's mean.
+    chosen = [data for data in chosen if arm in data.scores and reference in data.scores]
     if not chosen:
         return None
     ids = tuple(data.view.id for data in chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbench.errors import BadInputError
@@ -41,6 +41,7 @@ def compare(
     source_arm: str | None = None,
     tasks: Sequence[str] | None = None,
     arms: Sequence[str] | None = None,
+    spared: Mapping[str, Collection[str]] | None = None,
     title: str | None = None,
 ) -> Compared:
     """Compare all arms of runs.
@@ -52,6 +53,7 @@ def compare(
         source_arm: arm that stands for keeping the small model; None takes the arm with the role source.
         tasks: compare only these.
         arms: compare only these.
+        spared: by arm, tasks that it was meant not to answer; it has no score and no comparison there, and its averages are over the others.
         title: of the report.
 
     Raises:
@@ -59,15 +61,16 @@ def compare(
     """
     policy = policy or Policy()
     runs = distinct_names(runs)
-    paired = pair(runs, tasks=tasks, arms=arms)
-    roles = assign_roles(runs, list(paired[0].frames), reference, source_arm)
+    paired = pair(runs, tasks=tasks, arms=arms, spared=spared)
+    names = list(dict.fromkeys(arm for items in paired for arm in items.frames))
+    roles = assign_roles(runs, names, reference, source_arm)
     data = _task_data(runs, paired)
     names = list(roles.order)
     scores = [score_of(task, arm, policy) for task in data for arm in names]
     pairs: list[PairView] = []
     averages: list[AverageView] = []
     for arm, held, relation, in_family in roles.comparisons():
-        found = [compare_pair(task, arm, held, relation, policy, in_family=in_family) for task in data]
+        found = [compare_pair(task, arm, held, relation, policy, in_family=in_family) for task in data if arm in task.scores and held in task.scores]
         pairs.extend(found)
         average = average_pair(data, arm, held, relation, policy, found)
         if average is not None:
@@ -158,7 +161,7 @@ def _notes(runs: Sequence[ComparableRun], roles: Roles, data: Sequence[TaskData]
     notes = [note for run in runs for note in run.notes]
     for task in data:
         for arm in roles.order:
-            reason = undefined_scores(task, arm)
+            reason = undefined_scores(task, arm) if arm in task.scores else None
             if reason is not None:
                 notes.append(f"{task.view.task}, {task.view.metric}: {reason}; its figures there are undefined")
         if task.view.primary and task.view.n < policy.min_n:
@@ -170,6 +173,11 @@ def _notes(runs: Sequence[ComparableRun], roles: Roles, data: Sequence[TaskData]
             notes.append(
                 f"{task.view.task}: the {task.view.clusters} values of '{what}' are resampled as wholes, since their items are not independent"
             )
+    primary = [task for task in data if task.view.primary]
+    for arm in roles.order:
+        missing = [task.view.task for task in primary if arm not in task.scores]
+        if missing:
+            notes.append(f"{arm} was not run on {', '.join(missing)}; its averages are over the other tasks")
     if not roles.foreign:
         if roles.source is None:
             notes.append("no arm 'source': whether a mapper beats keeping the small model cannot be said; evaluate with the source arm")

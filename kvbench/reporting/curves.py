@@ -55,6 +55,7 @@ def curves(
     zero: bool = False,
     rule: float | None = None,
     height_inches: float = 3.2,
+    footnote: str = "",
 ) -> Figure:
     """Lines with their names at the right end and, where known, bands; `rule` draws a line across at a value."""
 
@@ -91,7 +92,7 @@ def curves(
         for i, (x, y) in enumerate(zip(line.x, line.y, strict=True)):
             lower, upper = (bounds[i] if bounds else None for bounds in (line.lower, line.upper))
             rows.append({"series": line.label, "x": x, "y": y, "lower": lower, "upper": upper})
-    return draw(name, title, caption, pd.DataFrame(rows), height_inches, paint)
+    return draw(name, title, caption, pd.DataFrame(rows), height_inches, paint, footnote=footnote)
 
 
 def _end_labels(axes: Axes, lines: Sequence[Curve], *, log_y: bool) -> None:

@@ -40,7 +40,10 @@ def first_token_figure(found: Latency, colour: Colour) -> Figure:
         f"Median time to the first token{f', {batch} rows' if batch > 1 else ''}; the band reaches up to the 95th percentile. "
         f"Cold counts the source's own prefill too. {found.conditions}."
     )
-    return curves("latency", "Time to the first token", caption, lines, x_label="context tokens", y_label="milliseconds", log_x=True, log_y=True)
+    return curves(
+        "latency", "Time to the first token", caption, lines, x_label="context tokens", y_label="milliseconds", log_x=True, log_y=True,
+        footnote=found.conditions,
+    )  # fmt: skip
 
 
 def speedup_figure(found: Latency, colour: Colour) -> Figure | None:
@@ -64,7 +67,16 @@ def speedup_figure(found: Latency, colour: Colour) -> Figure | None:
         f"{found.conditions}."
     )
     return curves(
-        "speedup", "Speed-up to the first token", caption, lines, x_label="context tokens", y_label="times faster", log_x=True, log_y=True, rule=1.0
+        "speedup",
+        "Speed-up to the first token",
+        caption,
+        lines,
+        x_label="context tokens",
+        y_label="times faster",
+        log_x=True,
+        log_y=True,
+        rule=1.0,
+        footnote=found.conditions,
     )
 
 
@@ -93,6 +105,8 @@ def parts_figure(found: Latency) -> Figure | None:
                 shade = NEUTRAL if name == "source prefill" else PALETTE[(number - 1) % len(PALETTE)]
                 axes.barh([f"{n:,}" for n in shares.index], width, left=left, color=shade, label=name, height=0.72)
                 left = [a + b for a, b in zip(left, width, strict=True)]
+            for place, total in enumerate(table.sum(axis=1)):
+                axes.annotate(f"{total:,.3g} ms", (100, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
             axes.invert_yaxis()
             axes.set_xlim(0, 100)
             axes.set_ylabel("context tokens")
@@ -102,11 +116,11 @@ def parts_figure(found: Latency) -> Figure | None:
         figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8, handlelength=1, columnspacing=1.2)
 
     caption = (
-        "Medians of the phases run one after the other, nothing fused; the transfer itself fuses them and is faster. "
+        "Medians of the phases (their sum at the right) run one after the other, nothing fused; the transfer itself fuses them and is faster. "
         f"Warm is all but the grey part. {found.conditions}."
     )
     height = 0.9 + len(arms) * (0.55 + 0.24 * len(found.lengths(batch)))
-    return draw("latency_parts", "Where the time goes", caption, frame, height, paint)
+    return draw("latency_parts", "Where the time goes", caption, frame, height, paint, footnote=found.conditions)
 
 
 def quality_figure(found: Latency, colour: Colour) -> Figure | None:
@@ -165,7 +179,7 @@ def quality_figure(found: Latency, colour: Colour) -> Figure | None:
         f"latency (line): nothing else is both faster and better. {found.conditions}."
     )
     frame = pd.DataFrame([p.model_dump(mode="json", exclude={"settings"}) for p in points])
-    return draw("quality_latency", "Quality against cost", caption, frame, 3.6, paint)
+    return draw("quality_latency", "Quality against cost", caption, frame, 3.6, paint, footnote=found.conditions)
 
 
 def latency_only_figures(found: Latency, colour: Colour | None = None) -> list[Figure]:

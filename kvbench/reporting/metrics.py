@@ -101,7 +101,7 @@ def pool(name: str, parts: Sequence[TaskData]) -> TaskData:
     chances = [part.view.chance for part in parts if part.view.chance is not None]
     chance = sum(part.view.n * (part.view.chance or 0.0) for part in parts) / n if len(chances) == len(parts) else None
     groups = np.concatenate([np.full(part.view.n, part.view.task) for part in parts])
-    scores = {arm: np.concatenate([part.scores[arm] for part in parts]) for arm in parts[0].scores}
+    scores = {arm: np.concatenate([part.scores[arm] for part in parts]) for arm in parts[0].scores if all(arm in part.scores for part in parts)}
     first = parts[0].view
     view = first.model_copy(
         update={

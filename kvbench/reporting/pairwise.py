@@ -43,6 +43,8 @@ def generator(policy: Policy, *parts: str) -> np.random.Generator:
 
 def undefined_scores(data: TaskData, arm: str) -> str | None:
     """Why an arm has no score on a task, or None if every item has one."""
+    if arm not in data.scores:
+        return f"arm '{arm}' was not run on it"
     missing = np.flatnonzero(~np.isfinite(data.scores[arm]))
     if not missing.size:
         return None
@@ -52,10 +54,11 @@ def undefined_scores(data: TaskData, arm: str) -> str | None:
 
 def score_of(data: TaskData, arm: str, policy: Policy) -> ScoreView:
     """Mean score of one arm with its interval; the perplexity for negative log-likelihoods."""
-    view, scores = data.view, data.scores[arm]
+    view = data.view
     reason = undefined_scores(data, arm)
     if reason is not None:
         return ScoreView(task_id=view.id, arm=arm, score=Estimate.missing(reason))
+    scores = data.scores[arm]
     rng = generator(policy, view.id, arm)
     if view.kind == "nll":
         sizes = data.sizes if data.sizes is not None else np.ones(view.n)

@@ -89,8 +89,9 @@ def draw(
     paint: Callable[[MatplotlibFigure], None],
     *,
     width_inches: float = WIDTH_INCHES,
+    footnote: str = "",
 ) -> Figure:
-    """Paint a figure once and store it as SVG and PNG; the same input gives the same bytes."""
+    """Paint a figure once and store it as SVG and PNG; the same input gives the same bytes. A footnote stays with the picture, unlike its caption."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
@@ -99,6 +100,8 @@ def draw(
         figure = Canvas(figsize=(width_inches, height_inches), layout="constrained")
         FigureCanvasAgg(figure)
         paint(figure)
+        if footnote:
+            figure.supxlabel(footnote, fontsize=7.5, color=INK, alpha=0.75, x=0.99, ha="right")
         vector, raster = io.StringIO(), io.BytesIO()
         figure.savefig(vector, format="svg", transparent=True, metadata={"Date": None, "Creator": "kvbench"})
         figure.savefig(raster, format="png", dpi=160, metadata={"Software": "kvbench"})

@@ -115,7 +115,7 @@ def matrix(comparison: Comparison) -> list[Line]:
 def average_line(comparison: Comparison) -> Line | None:
     """The matrix's last line: the mean over tasks with scores where higher is better; None with a single such task."""
     found = {average.arm: average for average in comparison.averages if average.reference == comparison.reference_arm}
-    first = next(iter(found.values()), None)
+    first = max(found.values(), key=lambda average: len(average.tasks), default=None)
     if first is None or len(first.tasks) < 2:
         return None
     cells = []
@@ -127,7 +127,7 @@ def average_line(comparison: Comparison) -> Line | None:
             Cell(
                 arm.name,
                 "undefined" if score is None else numbers.percent(score) if comparison.task(first.tasks[0]).fraction else f"{score:.4g}",
-                "",
+                f"over {len(average.tasks)} of them" if average is not None and len(average.tasks) < len(first.tasks) else "",
                 "" if kept is None or kept.value is None else f"{numbers.percent(kept.value)} kept",
                 "",
                 "",

@@ -27,6 +27,8 @@ class CriterionRow(NamedTuple):
     n: str
     reason: str
     required: bool
+    warns: bool
+    told: str
     stage: str
 
 
@@ -41,17 +43,27 @@ def _row(c: Criterion) -> CriterionRow:
     fact = c.id.startswith(("check", "gain"))
     both = c.bound is not None and c.other_bound is not None
     low, high = (min(c.bound, c.other_bound), max(c.bound, c.other_bound)) if c.bound is not None and c.other_bound is not None else (0.0, 0.0)
-    outcome = MARK[c.passed] if c.required else {True: "ok", False: "warning", None: "unclear" if c.figure is not None else "no data"}[c.passed]
+    # A speed-up that the policy does not ask for is reported and neither passes nor warns.
+    reported = c.id.startswith("speed.") and not c.required and c.figure is not None
+    outcome = (
+        "reported"
+        if reported
+        else MARK[c.passed]
+        if c.required
+        else {True: "ok", False: "warning", None: "unclear" if c.figure is not None else "no data"}[c.passed]
+    )
     return CriterionRow(
         outcome=outcome,
-        tone=TONE[c.passed],
+        tone="" if reported else TONE[c.passed],
         what=c.what,
         figure="" if fact else "none" if c.figure is None else number(c.figure, c.unit),
         interval=f"{number(low, c.unit)} to {number(high, c.unit)}" if both else "",
-        wanted="" if fact else f"{c.relation} {number(c.threshold, c.unit)}",
+        wanted="" if fact else "not required" if reported else f"{c.relation} {number(c.threshold, c.unit)}",
         n="" if c.n is None else f"{c.n:,}",
         reason=c.reason,
         required=c.required,
+        warns=not c.required and not reported,
+        told=c.reason if c.figure is None or "too near zero" in c.reason else "",
         stage=c.stage,
     )
 

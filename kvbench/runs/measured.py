@@ -100,7 +100,7 @@ class LayerDiagnostics(Stored):
     r2_values: tuple[tuple[float | None, ...], ...] | None = None
     """The same for values."""
     cosine_native: tuple[float | None, ...] | None = None
-    """Attention-output cosine `native` by target layer (DESIGN section 4)."""
+    """Attention-output cosine `native` by target layer (docs/diagnostics.md)."""
     cosine_propagated: tuple[float | None, ...] | None = None
     """Attention-output cosine `propagated` by target layer."""
     next_token_agreement: float | None = None

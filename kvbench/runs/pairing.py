@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import pandas as pd
@@ -35,7 +35,7 @@ class PairedItems:
     Attributes:
         task: lm-eval task.
         filter: lm-eval filter.
-        frames: by arm, indexed by doc_id, all with the same index.
+        frames: by arm, indexed by doc_id, all with the same index; an arm that was spared the task has none.
     """
 
     task: str
@@ -54,7 +54,13 @@ class PairedItems:
         return sorted({name.removeprefix(METRIC) for name in names if any(name in f and f[name].notna().any() for f in self.frames.values())})
 
 
-def pair(runs: Sequence[ComparableRun], *, tasks: Sequence[str] | None = None, arms: Sequence[str] | None = None) -> list[PairedItems]:
+def pair(
+    runs: Sequence[ComparableRun],
+    *,
+    tasks: Sequence[str] | None = None,
+    arms: Sequence[str] | None = None,
+    spared: Mapping[str, Collection[str]] | None = None,
+) -> list[PairedItems]:
     """Join the samples of runs.
 
     An arm that several runs share (the target of one pair, scored once per mapper) counts once; where it answered a task twice, both must
@@ -64,6 +70,7 @@ def pair(runs: Sequence[ComparableRun], *, tasks: Sequence[str] | None = None, a
         runs: from `load_runs`.
         tasks: compare only these; None for all.
         arms: compare only these; None for all.
+        spared: by arm, tasks that it was meant not to answer (a screen's controls do not generate); no other gap is allowed.
 
     Returns:
         One per task and filter, in the order of the runs.
@@ -82,11 +89,13 @@ def pair(runs: Sequence[ComparableRun], *, tasks: Sequence[str] | None = None, a
     for task in chosen:
         frames, conditions = {}, {}
         for arm in named:
+            if task in (spared or {}).get(arm, ()):
+                continue
             frames[arm], conditions[arm] = _of_arm(runs, task, arm)
         _same_conditions(task, conditions, {arm: len(frame) for arm, frame in frames.items()})
         filters = {arm: list(dict.fromkeys(frame["filter"])) for arm, frame in frames.items()}
-        first = named[0]
-        for arm in named[1:]:
+        first, *others = filters
+        for arm in others:
             if set(filters[arm]) != set(filters[first]):
                 raise BadInputError(
                     f"task '{task}': arm '{first}' has the filters {', '.join(filters[first])}, arm '{arm}' has {', '.join(filters[arm])}; "

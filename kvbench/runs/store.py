@@ -65,6 +65,35 @@ class RunStore:
         return cls(path, spec)
 
     @classmethod
+    def refuse_other(cls, path: Path | str, *, source: str, target: str, mappers: Sequence[str]) -> None:
+        """What `create` would refuse and is known before any model is loaded: other files there, other models, other mappers.
+
+        Args:
+            path: directory of the run.
+            source: name of the source model.
+            target: name of the target model.
+            mappers: names of the arms that are neither a model nor a control.
+
+        Raises:
+            BadInputError: the directory holds something else.
+        """
+        path = Path(path)
+        if not (path / SPEC).is_file():
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise BadInputError(f"'{path}' exists and is not a kvbench run; choose another --out")
+            return
+        spec = cls.open(path).spec
+        stored = {"source": spec.source.name if spec.source else "none", "target": spec.target.name if spec.target else "none"}
+        stored["mappers"] = ", ".join(arm.name for arm in spec.arms if arm.role == "mapper") or "none"
+        asked = {"source": source, "target": target, "mappers": ", ".join(mappers) or "none"}
+        for name, value in asked.items():
+            if stored[name] != value:
+                raise BadInputError(
+                    f"'{path}' holds a run with {name} = {stored[name]}, but this command asks for {value}; "
+                    "repeat the command as it was to resume, or choose another --out"
+                )
+
+    @classmethod
     def open(cls, path: Path | str) -> RunStore:
         """Open an existing run.
 

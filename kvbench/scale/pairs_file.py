@@ -133,7 +133,8 @@ def read_pairs_file(path: Path) -> PairsFile:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadInputError(f"'{path}' cannot be read as YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(given, dict):
-        raise BadInputError(f"'{path}' is a {type(given).__name__}, not a mapping with models, data and tasks")
+        found = "empty" if given is None else f"a {type(given).__name__}"
+        raise BadInputError(f"'{path}' is {found}, not a mapping with models, data and tasks")
     try:
         return PairsFile.model_validate(_spelled_out(given))
     except ValidationError as error:

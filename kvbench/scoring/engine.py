@@ -213,6 +213,8 @@ class TransferEngine:
                     )
                 if isinstance(content, BlockContent) and isinstance(arm.mapper, SelectedMapper):
                     content.forget(arm.mapper.finished(layer))
+            if isinstance(content, BlockContent):
+                content.release(kinds)
 
     @staticmethod
     def _place(

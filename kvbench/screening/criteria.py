@@ -10,6 +10,9 @@ from kvbench.runs.measured import Diagnostics, Latency
 from kvbench.runs.verdict import Criterion
 from kvbench.screening.policy import ScreenPolicy
 
+WIDE = 1.0
+"""Width of a retention interval, as a fraction, beyond which the reader is told why it is so wide."""
+
 Relation = Literal["at least", "at most", "more than", "less than"]
 
 
@@ -45,10 +48,13 @@ def judge(
     up = relation in ("at least", "more than")
     bound, other = (estimate.lower, estimate.upper) if up else (estimate.upper, estimate.lower)
     passed: bool | None
-    if estimate.value is None:
+    if estimate.value is None and n is not None and min_n is not None and n < min_n:
+        passed, reason = None, f"n = {n}, fewer than the {min_n} that the policy asks for"
+    elif estimate.value is None:
         passed, reason = None, f"no figure: {estimate.reason or 'it was not measured'}"
     elif bound is None or other is None:
-        passed, reason = None, f"{_number(estimate.value, unit)} without an interval: {estimate.interval_reason or 'it cannot be computed'}"
+        few = f"n = {n}, fewer than the {min_n} that the policy asks for; " if n is not None and min_n is not None and n < min_n else ""
+        passed, reason = None, few + f"{_number(estimate.value, unit)} without an interval: {estimate.interval_reason or 'it cannot be computed'}"
     else:
         shown = f"{_number(estimate.value, unit)} [{_number(min(bound, other), unit)}, {_number(max(bound, other), unit)}]"
         side = "lower" if up else "upper"
@@ -59,6 +65,8 @@ def judge(
             passed, reason = False, f"{shown}: even the other bound is not {wanted}"
         else:
             passed, reason = None, f"{shown}: the interval reaches across {_number(threshold, unit)}, more items would settle it"
+        if unit == "%" and abs(other - bound) > WIDE:
+            reason += "; the target's own score is too near zero for a share of it to say much"
         if n is not None and min_n is not None and n < min_n:
             passed, reason = None, f"n = {n}, fewer than the {min_n} that the policy asks for ({shown})"
     return Criterion(

@@ -380,19 +380,12 @@ class Screen:
                 if (self.out / name).is_file() and (self.out / run).is_dir():
                     shutil.copyfile(self.out / name, self.out / run / name)
                     break
-        # The controls were spared the canary, so a run with them is a comparison of its own.
-        folders = [f for f in ("run", "text") if (self.out / f / "provenance.json").is_file()] or ["canary"]
+        folders = [f for f in ("canary", "run", "text") if (self.out / f / "provenance.json").is_file()]
         runs = [run for folder in folders for run in load_runs(self.out / folder)]
-        compared = compare(runs, self.policy.comparison(), title=f"{self.request.source} \u2192 {self.request.target}")
-        notes = compared.comparison.notes
-        if "canary" not in folders and self.canary is not None:
-            notes += (
-                f"scores, averages and figures below are without the canary {self.canary}, which was scored without the controls in a run of its own "
-                f"(its figure is in the criteria above): kvbench report {self.out / 'canary'}",
-            )
+        spared = {arm.name: [self.canary] for arm in self._arms[3:]} if self.canary is not None and len(folders) > 1 else {}
+        compared = compare(runs, self.policy.comparison(), spared=spared, title=f"{self.request.source} \u2192 {self.request.target}")
         comparison = compared.comparison.model_copy(
             update={
-                "notes": notes,
                 "screen": verdict,
                 "command": command_line(),
                 "provenance": collect(started_utc=self.started, command=command_line()),

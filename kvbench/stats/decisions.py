@@ -102,7 +102,7 @@ def decide(
         BadInputError: if margin, null or n cannot be used.
 
     Source:
-        DESIGN section 4 (Decision); non-inferiority by interval: Piaggio et al., JAMA 308:2594-2604 (2012), figure 1.
+        docs/protocol.md; non-inferiority by interval: Piaggio et al., JAMA 308:2594-2604 (2012), figure 1.
     """
     _check_margin(margin)
     if not math.isfinite(null):

@@ -145,7 +145,7 @@ def paired_retention(
         BadInputError: on empty, unequal or non-finite scores, or a chance that is negative or not finite.
 
     Source:
-        FACTS section 1 (arXiv:2608.03893) for both ratios; `intervals` and `paired.tango_interval` for their intervals.
+        arXiv:2608.03893 for both ratios; `intervals` and `paired.tango_interval` for their intervals.
     """
     first, second, clusters = _checked(arm, reference, groups, chance)
     arm_score, reference_score = float(first.mean()), float(second.mean())
@@ -273,7 +273,7 @@ def average_retention(
         BadInputError: without tasks, or as `paired_retention`.
 
     Source:
-        FACTS section 1 (the paper's average over tasks); `intervals.average_draws`.
+        arXiv:2608.03893 (average over tasks); `intervals.average_draws`.
     """
     if not tasks:
         raise BadInputError("tasks is empty; an average retention needs at least one task.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -28,7 +29,8 @@ class PeakMemory:
       Python objects, numpy arrays and memory-mapped files are not torch allocations and do not count.
     * CPU, counting `resident`: the kernel's high-water mark of the resident set (`VmHWM`, reset at the start through
       `/proc/self/clear_refs`; elsewhere sampled every 2 ms). For whole stages of minutes: no overhead, counts numpy and touched
-      pages of memory-mapped files too, and cannot see memory that was resident but free when the block began.
+      pages of memory-mapped files too. What the C library holds free is returned to the system first (glibc), or a block that
+      fits into it would count as nothing.
 
     Example:
         >>> with PeakMemory() as meter:
@@ -132,6 +134,7 @@ class _ResidentSampler:
 
     def start(self) -> int:
         """Begin; returns the bytes resident now."""
+        _return_free_memory()
         try:
             _CLEAR.write_text("5")
             _status_bytes("VmHWM")
@@ -151,6 +154,12 @@ class _ResidentSampler:
         self._stop.set()
         self._thread.join()
         return max(self._peak, resident_bytes())
+
+
+def _return_free_memory() -> None:
+    """Let glibc give free heap pages back to the system; other C libraries have no such call."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status_bytes(key: str) -> int:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK_ROWS = 4096
 """Rows between two products (kvbench.calibration.harvest)."""
+DEFAULT_K = 8
+"""The paper's."""
 RECIPES = ("ridge", "head_local", "attn_repair", "low_rank", "residual", "mlp")
 
 

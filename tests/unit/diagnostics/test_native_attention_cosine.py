@@ -31,7 +31,7 @@ def _mapped(target, rows, scale: float):
 
 
 def _slow(target, mapped, rows) -> list[float]:
-    """DESIGN section 4, with queries from the attention module's own projections on its own input."""
+    """The definition in docs/diagnostics.md, with queries from the attention module's own projections on its own input."""
     seen: dict[int, torch.Tensor] = {}
     handles = [
         block.self_attn.register_forward_pre_hook(lambda _m, _a, kwargs, i=i: seen.__setitem__(i, kwargs["hidden_states"]), with_kwargs=True)

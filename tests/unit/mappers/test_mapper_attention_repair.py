@@ -23,7 +23,7 @@ GQA = GEOMETRIES[1]
 
 
 def slow_mass(q: Tensor, k: Tensor, v: Tensor, positions: list[int], scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    """FACTS section 2, one token, head and boundary at a time."""
+    """The weights of arXiv:2609.00891, one token, head and boundary at a time."""
     batch, kv_heads, tokens, _ = k.shape
     group = q.shape[2] // kv_heads
     r_k, r_v = torch.zeros(batch, kv_heads, tokens), torch.zeros(batch, kv_heads, tokens)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from scipy import stats as scipy_stats
 
 from kvbench.errors import BadInputError
 from kvbench.reporting import Comparison, Policy, compare
-from kvbench.reporting.rows import headline
+from kvbench.reporting.rows import average_line, headline
 from kvbench.runs import load_runs
 
 QUICK = Policy(resamples=1_000)
@@ -274,6 +275,38 @@ def test_an_unfinished_run_is_named_and_a_missing_arm_refused(tmp_path: Path) ->
     (store.path / "samples" / "arc_made@ridge.parquet").unlink()
     with pytest.raises(BadInputError, match="arm 'ridge' has no samples of task 'arc_made'"):
         compare(load_runs(store.path), QUICK)
+
+
+def test_a_control_that_was_spared_a_task_has_no_figure_there_and_averages_over_the_rest(tmp_path: Path) -> None:
+    make_run(tmp_path / "all", arms=("target", "source", "ridge", "zero"), scale=0.3, extras=False)
+    whole = load_runs(tmp_path / "all")
+    (run,) = whole
+    gone = (run.frame["arm"] == "zero") & (run.frame["task"] == "arc_made")
+    lacking = [dataclasses.replace(run, frame=run.frame[~gone])]
+    with pytest.raises(BadInputError, match="arm 'zero' has no samples of task 'arc_made'"):
+        compare(lacking, QUICK)
+    found, full = compare(lacking, QUICK, spared={"zero": ["arc_made"]}).comparison, compare(whole, QUICK).comparison
+    arc = "arc_made|none|acc_norm"
+    assert found.pair(arc, "ridge", "zero") is None
+    assert found.score(arc, "zero").score.reason == "arm 'zero' was not run on it"
+    # Nothing else moves: the same pairs, scores and averages of the arms that answered everything.
+    mine, theirs = found.pair(arc, "ridge", "target"), full.pair(arc, "ridge", "target")
+    assert mine is not None
+    assert theirs is not None
+    assert (mine.difference, mine.retention, mine.p, mine.disposition) == (theirs.difference, theirs.retention, theirs.p, theirs.disposition)
+    # The adjusted family is smaller by the comparisons that were not made.
+    assert found.family == full.family - 1
+    assert found.average("ridge", "target") == full.average("ridge", "target")
+    over, before = found.average("ridge", "zero"), full.average("ridge", "zero")
+    assert over is not None
+    assert before is not None
+    assert set(before.tasks) - set(over.tasks) == {arc}
+    others = [found.score(task, "zero").score.value for task in over.tasks]
+    assert found.average("zero", "target").arm_score == pytest.approx(sum(others) / len(others))
+    assert "zero was not run on arc_made; its averages are over the other tasks" in found.notes
+    line = average_line(found)
+    assert line is not None
+    assert next(cell for cell in line.cells if cell.arm == "zero").interval == f"over {len(over.tasks)} of them"
 
 
 def test_the_margin_decides(tmp_path: Path) -> None:

@@ -85,6 +85,26 @@ def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
         RunStore.create(tmp_path, SPEC)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"mappers": ["residual"]}, r"mappers = ridge k=8, but this command asks for residual"),
+        ({"mappers": []}, "asks for none"),
+        ({"target": "other"}, "target = none, but this command asks for other"),
+    ],
+)
+def test_another_run_is_refused_from_names_alone(tmp_path: Path, change: dict[str, object], named: str) -> None:
+    RunStore.create(tmp_path / "run", SPEC)
+    same: dict[str, object] = {"source": "none", "target": "none", "mappers": ["ridge k=8"]}
+    RunStore.refuse_other(tmp_path / "run", **same)
+    RunStore.refuse_other(tmp_path / "new", **same)
+    with pytest.raises(BadInputError, match=named):
+        RunStore.refuse_other(tmp_path / "run", **{**same, **change})
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(BadInputError, match="is not a kvbench run"):
+        RunStore.refuse_other(tmp_path, **same)
+
+
 def test_rows_are_checked_before_they_are_stored(tmp_path: Path) -> None:
     store = RunStore.create(tmp_path / "run", SPEC)
     good = rows("wiki", "target")

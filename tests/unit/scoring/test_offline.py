@@ -111,7 +111,7 @@ def test_a_group_without_all_its_data_names_what_is_missing_and_what_is_there(la
 
 
 def test_the_suite_asks_for_the_papers_examples():
-    """FACTS section 1: MMLU 5-shot, GSM8K 8-shot chain of thought, the others 0-shot; 57 subjects and nine other tasks."""
+    """arXiv:2608.03893: MMLU 5-shot, GSM8K 8-shot chain of thought, the others 0-shot; 57 subjects and nine other tasks."""
     leaves = find_definitions(["kvxfer_suite"]).leaves
     assert len(leaves) == 57 + 9
     assert {leaf.num_fewshot for name, leaf in leaves.items() if name.startswith("mmlu_")} == {5}

@@ -1,4 +1,4 @@
-"""Peak memory of applying a mapper: source cache + target cache + one layer's weights, and a tenth more at most (DESIGN section 8)."""
+"""Peak memory of applying a mapper: source cache + target cache + one layer's weights, and a tenth more at most."""
 
 from __future__ import annotations
 

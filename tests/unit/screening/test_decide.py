@@ -57,6 +57,20 @@ def test_few_items_and_no_figure_stay_open():
     assert judge("a", "b", "c", "at least", 0.9, Estimate(value=1.0, interval_reason="n = 1"), level=0.95).passed is None
 
 
+def test_few_items_are_named_by_the_policys_number_even_without_an_interval():
+    """The reason once quoted the bootstrap's own minimum, which no policy states."""
+    for estimate in (Estimate.missing("30 items at least"), Estimate(value=0.5, interval_reason="30 items at least")):
+        found = judge("a", "b", "c", "at least", 0.9, estimate, level=0.95, n=20, min_n=50)
+        assert found.passed is None
+        assert found.reason.startswith("n = 20, fewer than the 50 that the policy asks for")
+
+
+def test_a_share_of_next_to_nothing_is_explained():
+    wide = held("at least", 0.9, -4.2, 0.5, 3.6, unit="%")
+    assert "the target's own score is too near zero" in wide.reason
+    assert "too near zero" not in held("at least", 0.9, 0.8, 0.95, 1.1, unit="%").reason
+
+
 def made(name, passed, required=True):
     return Criterion(
         id=name, stage="suite", what=name, required=required, relation="at least", threshold=math.pi, figure=1.0, passed=passed, reason="because"

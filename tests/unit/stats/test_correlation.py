@@ -1,4 +1,4 @@
-"""Correlations against their definitions and the interval in FACTS."""
+"""Correlations against their definitions and an interval worked out for the published r."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def slow_pearson(x: list[float], y: list[float]) -> float:
 
 
 def test_interval_of_facts() -> None:
-    # FACTS section 1: r = +0.57 over 12 directions, 95 % interval about -0.01 to 0.86.
+    # arXiv:2608.03893: r = +0.57 over 12 directions, 95 % interval about -0.01 to 0.86.
     interval = fisher_interval(0.57, 12)
     assert isinstance(interval, Interval)
     assert (round(interval.lower, 2), round(interval.upper, 2)) == (-0.01, 0.86)

@@ -50,7 +50,7 @@ def test_retention_and_ratio_are_judged_around_one() -> None:
 
 
 def test_too_few_items_decide_nothing(rng: np.random.Generator) -> None:
-    # FACTS section 3: 15 CoQA answers at retention 1.0 must not pass.
+    # Reported in the field: 15 CoQA answers at retention 1.0 must not pass.
     result = paired_retention(np.ones(15), np.ones(15), rng=rng, higher_is_better=True)
     decision = decide(result.interval, null=1, margin=0.10, n=15)
     assert decision.disposition is Disposition.INCONCLUSIVE

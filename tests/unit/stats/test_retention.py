@@ -76,7 +76,7 @@ def test_lower_is_better_and_unknown_chance_are_said(rng: np.random.Generator) -
 
 
 def test_small_samples_are_refused(rng: np.random.Generator) -> None:
-    # FACTS section 3: 15 CoQA answers at retention 1.0 passed a gate of 0.90. Here they have a value and no interval.
+    # Reported in the field: 15 CoQA answers at retention 1.0 passed a gate of 0.90. Here they have a value and no interval.
     result = paired_retention(np.ones(15), np.ones(15), rng=rng, higher_is_better=True)
     assert result.value == 1.0
     assert result.interval == Undefined("n = 15 items; a bootstrap interval needs at least 30")

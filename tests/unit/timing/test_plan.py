@@ -85,7 +85,7 @@ def model(tmp_path: Path):
 def test_the_six_pairs_of_the_paper(model, source, target, k):
     found = plan_pair(model(source), model(target), PlanSettings(k=k))
     layers, taken = CONFIGS[target]["num_hidden_layers"], CONFIGS[source]["num_hidden_layers"] if k == "all" else k
-    # FACTS section 1: 2 * L_t * n_kv * (k * n_kv * d_h) * d_h parameters, written out.
+    # arXiv:2608.03893: 2 * L_t * n_kv * (k * n_kv * d_h) * d_h parameters, written out.
     assert found.mapper_parameters == 2 * layers * 8 * (taken * 8 * 128) * 128
     # Biases are the rest of the artifact: one per target coordinate.
     assert found.artifact_bytes["float32"] == 4 * (found.mapper_parameters + 2 * layers * 1024)
@@ -103,7 +103,7 @@ def test_the_published_range_of_sizes(model):
 
 
 def test_cachebridge_sizes(model):
-    # FACTS section 2: full head 4.30 GB, head local 0.54 GB (Qwen3 14B->32B at k = 8, float32).
+    # arXiv:2609.00891: full head 4.30 GB, head local 0.54 GB (Qwen3 14B->32B at k = 8, float32).
     pair = model("qwen3-14b"), model("qwen3-32b")
     assert plan_pair(*pair, PlanSettings(k=8)).artifact_bytes["float32"] == pytest.approx(4.30e9, rel=ONE_PER_CENT)
     assert plan_pair(*pair, PlanSettings(k=8, recipe="head_local")).artifact_bytes["float32"] == pytest.approx(0.54e9, rel=ONE_PER_CENT)
