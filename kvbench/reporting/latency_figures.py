@@ -106,7 +106,14 @@ def parts_figure(found: Latency) -> Figure | None:
                 axes.barh([f"{n:,}" for n in shares.index], width, left=left, color=shade, label=name, height=0.72)
                 left = [a + b for a, b in zip(left, width, strict=True)]
             for place, total in enumerate(table.sum(axis=1)):
-                axes.annotate(f"{total:,.3g} ms", (100, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+                axes.annotate(
+                    f"{total:,.0f} ms" if total >= 100 else f"{total:.3g} ms",
+                    (100, place),
+                    xytext=(4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=8,
+                )
             axes.invert_yaxis()
             axes.set_xlim(0, 100)
             axes.set_ylabel("context tokens")

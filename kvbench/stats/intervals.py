@@ -215,7 +215,11 @@ def interval_of(draws: Draws, *, level: float = 0.95, method: Method = "bca", ex
     if method == "bca":
         shift, acceleration = _bias(replicates, draws.observed), _acceleration(draws.influence)
         if not math.isfinite(shift) or not math.isfinite(acceleration):
-            return Undefined(f"the BCa correction has no value: {unbounded} of {replicates.size} resamples are out of bounds")
+            if unbounded:
+                return Undefined(
+                    f"in {unbounded:,} of {replicates.size:,} resamples the figure has no finite value (the score that it is divided by is zero there)"
+                )
+            return Undefined("the BCa correction has no value: all resamples lie on one side of the figure, or leaving one out changes nothing")
         slope = 1 - acceleration * (shift + z)
         if np.any(slope <= 0):
             return Undefined(f"the BCa correction has no value: the data are too skewed (acceleration {acceleration:.2f})")

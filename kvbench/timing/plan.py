@@ -19,6 +19,10 @@ CHUNK_ROWS = 4096
 """Rows between two products (kvbench.calibration.harvest)."""
 DEFAULT_K = 8
 """The paper's."""
+BLOCK_ROWS = 512
+"""Rows that are mapped at once (kvbench.kv.kernels)."""
+ACTIVATION_WIDTHS = 12
+"""Activations of a prefill, in hidden widths per token: residual stream, norms, queries, and the MLP's gate, up and product of about three widths each."""
 RECIPES = ("ridge", "head_local", "attn_repair", "low_rank", "residual", "mlp")
 
 
@@ -182,6 +186,21 @@ def mapper_sizes(source: Geometry, target: Geometry, settings: PlanSettings) -> 
             return full, biases
 
 
+def block_bytes(source: Geometry, target: Geometry, features: int, tokens: int, element: int) -> int:
+    """Beside caches and weights of one layer while a mapper is applied: a block of source content, one design matrix, and rotation in float32."""
+    return min(tokens, BLOCK_ROWS) * (source.layers * kv_width(source) * element + features * element + 12 * kv_width(target))
+
+
+def content_bytes(source: Geometry, tokens: int, element: int) -> int:
+    """Content of a source cache that several mappers share in an evaluation: keys in float32, and design matrices of keys and values."""
+    return tokens * source.layers * kv_width(source) * (4 + (2 * element if element < 4 else element))
+
+
+def activation_bytes(models: Sequence[Geometry], tokens: int, element: int) -> int:
+    """Of one prefill, the larger model's; about."""
+    return tokens * ACTIVATION_WIDTHS * max(g.hidden_size for g in models) * element
+
+
 def _k(source: Geometry, settings: PlanSettings) -> int:
     return source.layers if settings.k == "all" else int(settings.k)
 
@@ -295,6 +314,9 @@ def _at_length(
     mapping = 2 * tokens * entries
     moved = sum(mapped.values()) + entries * element
     evaluation = s.batch * tokens * (s.arms * caches[1] + caches[0])
+    g, h = source.geometry, target.geometry
+    block = block_bytes(g, h, _k(g, s) * kv_width(g), tokens, element)
+    content, activations = content_bytes(g, s.batch * tokens, element), activation_bytes((g, h), s.batch * tokens, element)
     return [
         Stage(
             "target prefill",
@@ -310,8 +332,14 @@ def _at_length(
             others,
             _seconds(others, source_weights, rates),
         ),
-        Stage("apply", tokens, {**mapped, "one layer of the mapper": layer}, mapping, _seconds(mapping, moved, rates)),
-        Stage(f"evaluate, {s.batch} x {s.arms} arms", tokens, {**weights, "caches": evaluation}, None, None),
+        Stage("apply", tokens, {**mapped, "one layer of the mapper": layer, "block of content": block}, mapping, _seconds(mapping, moved, rates)),
+        Stage(
+            f"evaluate, {s.batch} x {s.arms} arms",
+            tokens,
+            {**weights, "caches": evaluation, "content": content, "activations, about": activations},
+            None,
+            None,
+        ),
     ]
 
 

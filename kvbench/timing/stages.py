@@ -13,6 +13,8 @@ from kvbench.calibration.corpus import TokenBlocks
 from kvbench.calibration.harvest import Harvest, HarvestSettings
 from kvbench.calibration.moments import Calibration
 from kvbench.mappers.base import Mapper, Recipe
+from kvbench.mappers.linear import SelectedMapper
+from kvbench.pairs.geometry import geometry_of
 from kvbench.pairs.models import LoadedModel
 from kvbench.runs.latency import StagePeak
 from kvbench.scoring.arms import Arm, own_prefill
@@ -20,6 +22,7 @@ from kvbench.scoring.engine import TransferEngine
 from kvbench.timing.clock import release
 from kvbench.timing.counted import size_of
 from kvbench.timing.memory import PeakMemory
+from kvbench.timing.plan import activation_bytes, block_bytes, content_bytes
 
 SEQUENCES, SEQ_LEN, ROWS = 32, 128, 4
 
@@ -67,6 +70,7 @@ def stage_peaks(
         note("fit", meter, None, repr(recipe))
     rows = ids(ROWS, tokens).tolist()
     sizes = size_of(source), size_of(target)
+    shapes = geometry_of(source.config), geometry_of(target.config)
     for name, mapper in mappers.items():
         arm = Arm(name, "target", mapper)
         engine = TransferEngine(source, target, [arm])
@@ -76,13 +80,17 @@ def stage_peaks(
                 cache = target.cache_for(1, tokens, tokens)
                 engine.map_into(cache, slice(0, 1), 0, arm, target, kv, source)
         layer = mapper.parameters() // target.layers * sizes[1].element_bytes
-        note(f"apply, {name}", meter, tokens * sizes[1].cache_bytes_per_token + layer, f"{tokens:,} tokens, the source cache being there")
+        most = max((len(layers) for layers in mapper.source_layers), default=0) if isinstance(mapper, SelectedMapper) else 0
+        block = block_bytes(*shapes, most * source.kv_heads * source.head_dim, tokens, sizes[1].element_bytes)
+        note(f"apply, {name}", meter, tokens * sizes[1].cache_bytes_per_token + layer + block, f"{tokens:,} tokens, the source cache being there")
         del cache, kv
     arms = [own_prefill("target", target), own_prefill("source", source), *(Arm(name, "target", mapper) for name, mapper in mappers.items())]
     engine = TransferEngine(source, target, arms)
     with PeakMemory(device) as meter:
         stacks = engine.fill((), [tuple(row) for row in rows], [()] * ROWS, room=16)
     caches = ROWS * tokens * ((2 + len(mappers)) * sizes[1].cache_bytes_per_token + 2 * sizes[0].cache_bytes_per_token)
-    note("evaluate", meter, caches, f"{ROWS} contexts of {tokens:,} tokens, {len(arms)} arms")
+    element = sizes[1].element_bytes
+    more = content_bytes(shapes[0], ROWS * tokens, element) + activation_bytes(shapes, ROWS * tokens, element)
+    note("evaluate", meter, caches + more, f"{ROWS} contexts of {tokens:,} tokens, {len(arms)} arms")
     del stacks
     return tuple(found)

@@ -18,12 +18,17 @@ from kvbench.calibration.corpus import TokenBlocks
 from kvbench.calibration.harvest import Harvest, HarvestSettings
 from kvbench.calibration.moments import Calibration
 from kvbench.errors import BadInputError
+from kvbench.kv import kernels
+from kvbench.mappers.artifact import load_mapper
 from kvbench.mappers.head_local import HeadLocal
 from kvbench.mappers.low_rank import LowRank
 from kvbench.mappers.ridge import Ridge
 from kvbench.pairs.locate import load_config, resolve
 from kvbench.pairs.models import load_model
+from kvbench.paths import mappers_directory
+from kvbench.timing import plan
 from kvbench.timing.plan import PlanSettings, Rates, given_rates, plan_pair, planned
+from kvbench.timing.stages import stage_peaks
 
 
 def _config(kind: str, layers: int, hidden: int, inner: int, heads: int, vocabulary: int, kv_heads: int = 8, *, tied: bool = False) -> dict[str, Any]:
@@ -201,3 +206,16 @@ def test_planned_parameters_are_those_of_a_fitted_mapper(tmp_path):
         assert found.artifact_bytes["float32"] == 4 * sum(tensor.numel() for _, tensor in mapper.tensors())
     # The moments file as planned, but for its header and the row counts.
     assert (tmp_path / "moments" / "moments.safetensors").stat().st_size == pytest.approx(found.moments_bytes, abs=5000)
+
+
+def test_planned_peaks_are_near_the_measured_ones():
+    """Found on the SmolLM2 pair: content and activations were missing, and an evaluation took half as much again as planned."""
+    source, target = (load_model(f"embedded:{name}", dtype="float32") for name in ("source", "target"))
+    mapper = load_mapper(mappers_directory() / "artifacts" / "embedded-ridge")[0]
+    peaks = {p.stage: p for p in stage_peaks(source, target, {"ridge": mapper}, Ridge(k=4), tokens=768)}
+    for stage in ("apply, ridge", "evaluate"):
+        assert peaks[stage].planned_bytes == pytest.approx(peaks[stage].peak_bytes, rel=0.15), stage
+
+
+def test_the_plan_knows_the_block_of_the_kernels():
+    assert plan.BLOCK_ROWS == kernels.BLOCK_ROWS
