@@ -62,7 +62,9 @@ class Bench:
 
         self.pair, self.data, self.dtype = pair, data, dtype
         self.source, self.target = (load_model(str(pair / role), dtype=dtype) for role in ("source", "target"))
-        self.scratch = Path(tempfile.mkdtemp(prefix="kvbench-bench-"))
+        # Gigabytes of moments; they go when the process ends.
+        self._folder = tempfile.TemporaryDirectory(prefix="kvbench-bench-")
+        self.scratch = Path(self._folder.name)
 
     def blocks(self, sequences: int) -> Any:
         from kvbench.calibration.corpus import load_texts, pack

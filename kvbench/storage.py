@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,9 @@ def atomic_directory(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         for file in files:
             file.chmod(0o644)
-        sums = "".join(f"{sha256_of(p)}  {p.relative_to(temporary).as_posix()}\n" for p in files)
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+            digests = list(pool.map(sha256_of, files))
+        sums = "".join(f"{digest}  {p.relative_to(temporary).as_posix()}\n" for digest, p in zip(digests, files, strict=True))
         (temporary / SUMS).write_text(sums, encoding="utf-8")
         if path.exists():
             retired = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))

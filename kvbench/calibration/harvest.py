@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -264,14 +265,21 @@ class Harvest:
 
     def _finish(self, overwrite: bool) -> None:
         with atomic_directory(self.out, overwrite=overwrite) as directory:
-            merged: dict[str, Tensor] = {}
             for part in ("fit", "heldout"):
                 for kind in self.kinds:
-                    merged.update(load_file(str(self._result_file(part, kind))))
-            save_file(merged, str(directory / "moments.safetensors"))
+                    # Gigabytes that are on this disk already; they stay in the unfinished calibration until the whole is in its place.
+                    _link(self._result_file(part, kind), directory / f"moments.{part}.{kind}.safetensors")
             save_tokens(self.blocks, directory)
             manifest = {**self.manifest, "created": utc_now(), "versions": versions()}
             (directory / "manifest.json").write_text(dump_json(manifest), encoding="utf-8")
+
+
+def _link(file: Path, place: Path) -> None:
+    """A second name for a file, or a copy where the file system has none."""
+    try:
+        os.link(file, place)
+    except OSError:
+        shutil.copyfile(file, place)
 
 
 def _rows(kv: RotatedKV, model: LoadedModel, kinds: Sequence[str], stride: int) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ mean nor many rows cost digits. Two halves merge into exactly the moments of one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,20 @@ class MomentAccumulator:
         if not self.rows:
             raise BadInputError("no calibration rows were seen; give more sequences or a smaller stride")
         s, n = self.state, self.rows
-        upper = s["xx"].triu()
-        xx = upper + upper.triu(1).T
         mx, my = s["sx"] / n, s["sy"] / n
+        # One pass each: these matrices are hundreds of megabytes, or gigabytes.
+        xx = torch.addr(s["xx"], mx, mx, alpha=-n)
+        for start in range(0, self.px, BLOCK_COLUMNS):
+            stop = min(start + BLOCK_COLUMNS, self.px)
+            square = xx[start:stop, start:stop]
+            square.copy_(square.triu() + square.triu(1).T)
+            xx[stop:, start:stop] = xx[start:stop, stop:].T
         return CrossMoments(
             n,
             s["shift_x"].double() + mx,
             s["shift_y"].double() + my,
-            xx - n * torch.outer(mx, mx),
-            s["xy"] - n * torch.outer(mx, my),
+            xx,
+            torch.addr(s["xy"], mx, my, alpha=-n),
             s["yy"] - n * my.square(),
         )
 
@@ -126,6 +131,18 @@ class MomentAccumulator:
         """Go on from `snapshot`."""
         self.rows = int(tensors["rows"])
         self.state = {name: tensor for name, tensor in tensors.items() if name != "rows"}
+
+
+def moment_files(path: Path) -> list[Path]:
+    """The files of a calibration that hold its moments.
+
+    Raises:
+        ArtifactError: there are none.
+    """
+    files = sorted(path.glob("moments*.safetensors"))
+    if not files:
+        raise ArtifactError(f"'{path}' holds no moments; calibrate again")
+    return files
 
 
 class Calibration:
@@ -150,7 +167,9 @@ class Calibration:
         self.path = path
         self.manifest: dict[str, Any] = read_manifest(path, "moments")
         verify_sums(path, only=("manifest.json",))
-        self._file = safe_open(str(path / "moments.safetensors"), framework="pt")
+        # One file per part and kind; calibrations of before had a single one.
+        self._files: list[Any] = [safe_open(str(file), framework="pt") for file in moment_files(path)]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a dict)
         self.source_layers: tuple[int, ...] = tuple(self.manifest["source_layers"])
         source, target = self.manifest["source"]["geometry"], self.manifest["target"]["geometry"]
         self.source_width = source["kv_heads"] * source["head_dim"]
@@ -168,8 +187,12 @@ class Calibration:
         if kind not in self.kinds():
             raise ArtifactError(f"{self.path} holds no moments of kind '{kind}' (it holds {', '.join(self.kinds())}); calibrate again with --rotated")
         if (part, kind) not in self._kept:
-            get: Callable[[str], Tensor] = self._file.get_tensor
             prefix = f"{part}.{kind}."
+
+            def get(name: str) -> Tensor:
+                tensor: Tensor = self._where[name].get_tensor(name)
+                return tensor
+
             tensors = [get(prefix + name) for name in ("mean_x", "mean_y", "xx", "xy", "yy")]
             self._kept[part, kind] = CrossMoments(int(get(prefix + "rows")), *tensors)
         return self._kept[part, kind]

@@ -80,6 +80,12 @@ def main() -> None:
         if not isinstance(error, OtherProcessError):  # that one has said it
             print(f"kvbench{'' if is_main() else ' (process ' + os.environ['RANK'] + ')'}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except Exception as error:
+        # Many libraries write, each with an error class of its own; a full disk is never a fault of the program.
+        if "No space left on device" not in str(error):
+            raise
+        print(f"kvbench: the disk is full ({' '.join(str(error).split())[:200]}); free some space and repeat the command", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("kvbench: interrupted; the same command goes on from the last checkpoint where there is one", file=sys.stderr)
         raise SystemExit(130) from None

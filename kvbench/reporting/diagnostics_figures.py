@@ -229,5 +229,9 @@ def _over_length(found: Diagnostics, colour_of: ColourOf) -> list[Figure]:
                 lines.append(Curve(arm, [x for x, _ in points], values, lower, upper, colour=colour_of(arm)))
         if lines:
             caption = f"{label[0].upper()}{label[1:]}; bands are 95 % intervals. n = {first.sequences} sequences, {first.positions} positions behind each prefix."
-            figures.append(curves(f"length_{name}", title, caption, lines, x_label=_axis("prefix tokens", found.mappers), y_label=label, log_x=True))
+            # Controls lie far above mappers in KL; a logarithm shows both, where no arm is at 0.
+            heights = [v for line in lines for v in (*line.y, *(line.lower or ()), *(line.upper or ())) if v is not None]
+            log_y = name == "kl_nats" and min(heights) > 0
+            axis = _axis("prefix tokens", found.mappers)
+            figures.append(curves(f"length_{name}", title, caption, lines, x_label=axis, y_label=label, log_x=True, log_y=log_y))
     return figures

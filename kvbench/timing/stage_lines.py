@@ -32,7 +32,9 @@ def evaluation_line(models: tuple[LoadedModel, LoadedModel], answering: list[Loa
 
 def fit_line(calibration: Calibration, recipe: Recipe) -> str:
     """Moments, which are mapped from disk and not loaded, and the factor of one set of source layers."""
-    moments = (calibration.path / "moments.safetensors").stat().st_size
+    from kvbench.calibration.moments import moment_files
+
+    moments = sum(file.stat().st_size for file in moment_files(calibration.path))
     k = getattr(recipe, "k", None)
     features = (k if isinstance(k, int) else len(calibration.source_layers)) * calibration.source_width
     return (
