@@ -57,7 +57,7 @@ def score_of(data: TaskData, arm: str, policy: Policy) -> ScoreView:
     view = data.view
     reason = undefined_scores(data, arm)
     if reason is not None:
-        return ScoreView(task_id=view.id, arm=arm, score=Estimate.missing(reason))
+        return ScoreView(task_id=view.id, arm=arm, score=Estimate.missing(reason), not_run=arm not in data.scores)
     scores = data.scores[arm]
     rng = generator(policy, view.id, arm)
     if view.kind == "nll":

@@ -98,7 +98,7 @@ def matrix(comparison: Comparison) -> list[Line]:
             cells.append(
                 Cell(
                     arm.name,
-                    numbers.score(task, score.score.value) + ("*" if score.at_chance else ""),
+                    "not run" if score.not_run else numbers.score(task, score.score.value) + ("*" if score.at_chance else ""),
                     numbers.score_interval(task, score.score),
                     _kept(pair),
                     mark,
@@ -123,12 +123,13 @@ def average_line(comparison: Comparison) -> Line | None:
         average = found.get(arm.name)
         score = average.arm_score if average is not None else first.reference_score
         kept = average.retention if average is not None else None
+        over = f", {len(average.tasks)} tasks" if average is not None and len(average.tasks) < len(first.tasks) else ""
         cells.append(
             Cell(
                 arm.name,
                 "undefined" if score is None else numbers.percent(score) if comparison.task(first.tasks[0]).fraction else f"{score:.4g}",
-                f"over {len(average.tasks)} of them" if average is not None and len(average.tasks) < len(first.tasks) else "",
-                "" if kept is None or kept.value is None else f"{numbers.percent(kept.value)} kept",
+                "",
+                "" if kept is None or kept.value is None else f"{numbers.percent(kept.value)} kept{over}",
                 "",
                 "",
                 (kept.reason or "") if kept is not None else "",

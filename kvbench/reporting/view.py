@@ -142,6 +142,8 @@ class ScoreView(Stored):
     """Who answered."""
     score: Estimate
     """Mean score; for a negative log-likelihood the perplexity."""
+    not_run: bool = False
+    """Whether the arm was spared this task."""
     at_chance: bool = False
     """Whether the interval does not exclude guessing."""
 

@@ -146,6 +146,8 @@ class _Run:
             self._page(name, arm.mapper)
         for tokens, batch in order:
             self._length(tokens, batch)
+        self._done = self._total
+        self._say("done")
         return Latency(
             device=device_name(self.target.device),
             points=tuple(sorted(self.points, key=lambda p: (p.batch, p.tokens, names.index(p.arm), p.cold))),

@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 
 from kvbench.errors import BadInputError
 from kvbench.reporting import Comparison, Policy, compare
-from kvbench.reporting.rows import average_line, headline
+from kvbench.reporting.rows import average_line, headline, matrix
 from kvbench.runs import load_runs
 
 QUICK = Policy(resamples=1_000)
@@ -306,7 +306,8 @@ def test_a_control_that_was_spared_a_task_has_no_figure_there_and_averages_over_
     assert "zero was not run on arc_made; its averages are over the other tasks" in found.notes
     line = average_line(found)
     assert line is not None
-    assert next(cell for cell in line.cells if cell.arm == "zero").interval == f"over {len(over.tasks)} of them"
+    assert next(cell for cell in line.cells if cell.arm == "zero").kept.endswith(f"kept, {len(over.tasks)} tasks")
+    assert next(cell for line in matrix(found) if line.label == "arc_made" for cell in line.cells if cell.arm == "zero").score == "not run"
 
 
 def test_the_margin_decides(tmp_path: Path) -> None:
