@@ -220,7 +220,7 @@ def _points(
             if not shown:
                 missing.append(arm.name)
                 continue
-            shown |= _calibration(arm.mapper, found.specs.get(str(run.path)), arm.name)
+            shown |= _calibration(arm.mapper, found.specs.get(str(run.path)), arm.name, run.path)
             outcomes = _outcomes(run, arm.name, against, tasks, found.items)
             kept = {k: v for k, v in shown.items() if figures is None or k in figures}
             if kept and outcomes:
@@ -249,10 +249,12 @@ def _figures(measured: Sequence[Diagnostics], arm: str, prefix: int | None) -> d
     return {}
 
 
-def _calibration(mapper: str | None, spec: RunSpec | None, arm: str) -> dict[str, float]:
-    """Held-out R2 of an artifact, if it still is the one that was evaluated."""
+def _calibration(mapper: str | None, spec: RunSpec | None, arm: str, run: Path) -> dict[str, float]:
+    """Held-out R2 of an artifact, if it still is the one that was evaluated; a screen's runs name theirs as seen from the run."""
     pins = {a.name: a.pin for a in spec.arms} if spec else {}
     place = Path(mapper or "")
+    if mapper is not None and mapper.startswith("../"):
+        place = run / mapper
     if mapper is not None and mapper.startswith("embedded:"):
         place = mappers_directory() / "artifacts" / mapper.replace(":", "-")
     if mapper is None or not (place / "manifest.json").is_file():

@@ -249,7 +249,8 @@ class Screen:
             self.state.models,
             arms,
             self.state.name,
-            str(self.state.mapper),
+            # Seen from the run: a screen that was moved, or is called from elsewhere, goes on all the same.
+            f"../{MAPPER}" if isinstance(self.state.mapper, Path) else str(self.state.mapper),
             tasks,
             self.out / folder,
             limit=limit,

@@ -110,6 +110,14 @@ def test_the_same_command_goes_on_and_another_one_is_refused(deployed):
     assert "Traceback" not in other.stderr
 
 
+def test_a_screen_that_was_moved_goes_on(deployed, tmp_path):
+    """The runs inside once named the artifact by the path the screen had when it began."""
+    out, _ = deployed
+    moved = shutil.copytree(out, tmp_path / "elsewhere")
+    kvbench("screen", SOURCE, TARGET, "--out", moved, check=0)
+    assert verdict_of(moved).criteria == verdict_of(out).criteria
+
+
 def test_the_stranger_is_stopped_by_the_canary(tmp_path):
     done = kvbench("screen", STRANGER, TARGET, "--out", tmp_path / "bad", "--json", check=4)
     verdict = Verdict.model_validate_json(done.stdout)
