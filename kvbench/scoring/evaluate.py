@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +36,31 @@ def task_manager(tasks: Sequence[str], include: Sequence[Path] = (), metadata: M
     return TaskManager(include_path=[str(path) for path in found.folders], include_defaults=False, metadata=dict(metadata or {}))
 
 
-@contextmanager
-def _no_git() -> Iterator[None]:
-    """lm-eval asks git for a commit in the working directory, which complains on the terminal where that is no repository, once per arm.
+@cache
+def _environment() -> dict[str, Any]:
+    """What lm-eval records of the machine. It runs `pip list` and other programs for that, a second or two each time; no arm changes it."""
+    from lm_eval.loggers.utils import add_env_info
 
-    A run's provenance records kvbench's own commit; lm-eval's field stays empty.
+    found: dict[str, Any] = {}
+    add_env_info(found)
+    return found
+
+
+@contextmanager
+def _surroundings_once() -> Iterator[None]:
+    """What lm-eval would ask of the machine again for every arm is asked once in a process.
+
+    It also asks git for a commit in the working directory, which complains on the terminal where that is no repository: a run's
+    provenance records kvbench's own commit, and lm-eval's field stays empty.
     """
     from lm_eval import evaluator
 
-    asked = evaluator.get_git_commit_hash
-    evaluator.get_git_commit_hash = lambda: None
+    asked = evaluator.get_git_commit_hash, evaluator.add_env_info
+    evaluator.get_git_commit_hash, evaluator.add_env_info = lambda: None, lambda results: results.update(_environment())
     try:
         yield
     finally:
-        evaluator.get_git_commit_hash = asked
+        evaluator.get_git_commit_hash, evaluator.add_env_info = asked
 
 
 def evaluate_arms(
@@ -99,7 +111,7 @@ def evaluate_arms(
         if on_arm:
             on_arm(arm)
         lm = KVTransferLM.from_scorer(scorer, arm)
-        with _no_git():
+        with _surroundings_once():
             results[arm.name] = lm_eval.simple_evaluate(
                 model=lm,
                 tasks=names,
