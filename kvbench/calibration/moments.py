@@ -160,7 +160,7 @@ class Calibration:
     """
 
     def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         from kvbench.storage import read_manifest, verify_sums
 
@@ -168,7 +168,10 @@ class Calibration:
         self.manifest: dict[str, Any] = read_manifest(path, "moments")
         verify_sums(path, only=("manifest.json",))
         # One file per part and kind; calibrations of before had a single one.
-        self._files: list[Any] = [safe_open(str(file), framework="pt") for file in moment_files(path)]
+        try:
+            self._files: list[Any] = [safe_open(str(file), framework="pt") for file in moment_files(path)]
+        except (SafetensorError, OSError) as error:
+            raise ArtifactError(f"the moments in '{path}' are damaged ({error}); calibrate again") from error
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a dict)
         self.source_layers: tuple[int, ...] = tuple(self.manifest["source_layers"])
         source, target = self.manifest["source"]["geometry"], self.manifest["target"]["geometry"]

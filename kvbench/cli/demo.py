@@ -31,7 +31,7 @@ def demo(
     """Run the main job on the embedded family: check, gates, calibrate, fit, evaluate, report. Under three minutes on two cores."""
     opt.quiet_libraries()
     from kvbench.errors import BadInputError
-    from kvbench.storage import write_atomic
+    from kvbench.storage import check_writable, write_atomic
 
     if out.exists() and not out.is_dir():
         raise BadInputError(f"'{out}' is a file; choose another --out")
@@ -40,6 +40,7 @@ def demo(
         raise BadInputError(f"'{out}' holds other files, and the demo replaces what is in its directory; choose another --out")
     if limit is not None and limit < 1:
         raise BadInputError(f"--limit {limit}; it is a number of items, at least 1")
+    check_writable(out, overwrite=True)
     started = time.perf_counter()
     write_atomic(marker, "written by kvbench demo, which replaces it\n")
     with opt.progress_bar() as bar:

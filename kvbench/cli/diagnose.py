@@ -66,13 +66,18 @@ def diagnose(
     from kvbench.storage import dump_json, read_manifest
 
     prefixes = _lengths(prefix)
-    if (data is None) == (moments is None):
-        raise BadInputError("give the text with --data, or the moments whose held-out part is to be used with --moments, and not both")
+    if data is None and moments is None and all(name.startswith("embedded:") for name in (source, target)):
+        data = "embedded:world"
+    if data is None and moments is None:
+        raise BadInputError("name the text with --data, or the moments whose held-out part is to be used with --moments")
+    if data is not None and moments is not None:
+        raise BadInputError("--data and --moments name two texts; give one of them")
     if sequences < 1:
         raise BadInputError(f"--sequences {sequences}; it must be at least 1")
     run = _check_out(out, source, target, overwrite)
     named = _named(mapper or [], control)
     check_early([spec for _, spec in named], None, source, target, None, None)
+    opt.refuse_beyond_positions("--prefix and --suffix together", max(prefixes) + suffix, source, target, trust_remote_code=trust_remote_code)
     settings = DiagnoseSettings(prefixes, suffix, batch_size, greedy_tokens, greedy_sequences, seed)
     length = max(prefixes) + suffix
     if moments is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as json_module
+import math
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from kvbench.cli import options as opt
 
 if TYPE_CHECKING:
     from kvbench.runs import RunStore
+    from kvbench.runs.store import SAMPLES
     from kvbench.scoring.engine import Costs
 
 
@@ -54,6 +57,7 @@ def evaluate(
 ) -> None:
     """Evaluate target, source, mappers and controls on identical items in one pass, into a run that `kvbench report` compares."""
     opt.quiet_libraries()
+    from kvbench.errors import BadInputError
     from kvbench.mappers.artifact import caveats
     from kvbench.mappers.controls import CONTROLS
     from kvbench.ranks import join
@@ -73,6 +77,16 @@ def evaluate(
     fitted = {label: spec for label, spec in map(_named, dict.fromkeys(mapper or [])) if spec not in CONTROLS}
     ranks.on_main(lambda: RunStore.refuse_other(out, source=source, target=target, mappers=list(fitted)))
     check_early(mapper, control, source, target, gen_kwargs, limit)
+    if num_fewshot is not None and num_fewshot < 0:
+        raise BadInputError(f"--num-fewshot {num_fewshot}; it is a number of examples, 0 or more")
+    if hold_back < 1:
+        raise BadInputError(f"--hold-back {hold_back}; the answering model runs at least the last token itself")
+    if not batch_size.startswith("auto") and not (batch_size.isdigit() and int(batch_size) > 0):
+        raise BadInputError(f"--batch-size {batch_size}; it is a positive number or auto")
+    labels = ["target", "source", *(_named(item)[0] for item in dict.fromkeys([*(mapper or []), *(c for c in control or [] if c != "none")]))]
+    if doubled := [name for name in labels if labels.count(name) > 1]:
+        raise BadInputError(f"two arms would be called '{doubled[0]}'; name them with --mapper NAME=DIRECTORY")
+    opt.refuse_beyond_positions("--max-length", max_length, source, target, trust_remote_code=trust_remote_code)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     task_metadata = _metadata(metadata, source, target)
     started = time.perf_counter()
@@ -134,6 +148,7 @@ def evaluate(
             )
             ranks.agree("run (models, data or settings)", spec.model_copy(update={"device": None}).model_dump_json())
             # Process 0 alone touches the run; all hear whether there is anything to do.
+            new = not out.exists() or not any(out.iterdir())
             if ranks.on_main(lambda: RunStore.create(out, spec).provenance() is not None):
                 opt.say(f"'{out}' is finished already; nothing to do")
             else:
@@ -141,7 +156,13 @@ def evaluate(
                     opt.say(f"going on with the unfinished run in '{out}'")
                 scorer.journal = ranks.together(lambda: Journal(out / JOURNAL) if ranks.main else None)
                 store = RunStore.open(out) if ranks.main else None
-                execute(store, scorer, names, list(leaves), manager=manager, seconds=seconds, **common)
+                try:
+                    execute(store, scorer, names, list(leaves), manager=manager, seconds=seconds, **common)
+                except BadInputError:
+                    # A mistake that only lm-eval notices must not leave a run behind that refuses the corrected command.
+                    if ranks.main and store is not None and new and not any((out / SAMPLES).iterdir()):
+                        shutil.rmtree(out)
+                    raise
     if ranks.main:
         _print(RunStore.open(out), engine.costs, json)
 
@@ -169,13 +190,15 @@ def check_early(mapper: list[str] | None, control: list[str] | None, source: str
     from kvbench.scoring.arms import artifact_path
     from kvbench.storage import read_manifest
 
-    if limit is not None and limit <= 0:
+    if limit is not None and not 0 < limit < math.inf:
         raise BadInputError(f"--limit {limit}; it is a number of items, or a share between 0 and 1")
     if gen_kwargs:
         try:
             simple_parse_args_string(gen_kwargs)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             raise BadInputError(f"--gen-kwargs '{gen_kwargs}' is not of the form key=value,key=value") from error
+        if not all("=" in part for part in gen_kwargs.split(",")):
+            raise BadInputError(f"--gen-kwargs '{gen_kwargs}' is not of the form key=value,key=value")
     for item in [*(mapper or []), *(c for c in control or [] if c != "none")]:
         spec = item.partition("=")[2] or item
         if spec in CONTROLS:

@@ -65,7 +65,7 @@ def handoff(
     from kvbench.scoring.engine import Costs
     from kvbench.scoring.handoff import HandoffSpec, HandoffStore, run_handoff
     from kvbench.scoring.handoff_protocols import PROTOCOLS, protocols
-    from kvbench.storage import utc_now
+    from kvbench.storage import check_writable, utc_now
 
     opt.quiet_libraries()
     begun = utc_now()
@@ -79,6 +79,7 @@ def handoff(
     for option, value in (("handoff-turn", handoff_turn), ("max-new-tokens", max_new_tokens), ("batch-size", batch_size), ("hold-back", hold_back)):
         if value < 1:
             raise BadInputError(f"--{option} {value}; it must be at least 1")
+    check_writable(out, overwrite=True)
     talks = load_conversations(data, data_dir, count=conversations, max_turns=max_turns, seed=seed)
     longest = max(talk.turns for talk in talks)
     if "once" in names and handoff_turn > longest:

@@ -127,10 +127,16 @@ def verify(
     if against is not None:
         _verify_against(artifact, against, source_revision, target_revision, json)
         return
+    from kvbench.errors import ArtifactError
     from kvbench.mappers.artifact import load_mapper
     from kvbench.scoring.arms import artifact_path
+    from kvbench.screening.verify import MAPPER, SCREEN, VERDICT
 
     path = artifact_path(artifact)
+    if (path / VERDICT).is_file() and (path / MAPPER).is_dir():
+        path = path / MAPPER
+    elif (path / SCREEN).is_file():
+        raise ArtifactError(f"the screen at '{path}' has no chosen mapper; repeat its command if it was stopped, or see its report")
     _, manifest = load_mapper(path)
     if json:
         print(json_module.dumps({"path": str(path), "intact": True, "format_version": manifest["format_version"]}, sort_keys=True))

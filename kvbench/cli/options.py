@@ -56,6 +56,32 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
+def refuse_beyond_positions(what: str, tokens: int | None, *models: str, trust_remote_code: bool = False) -> None:
+    """Refuse contexts that a model has no positions for, from configurations alone.
+
+    Args:
+        what: the option, for the message.
+        tokens: asked for; None is fine.
+        models: names.
+        trust_remote_code: as in loading.
+
+    Raises:
+        BadInputError: below 1, or beyond the positions of a model.
+    """
+    from kvbench.errors import BadInputError
+    from kvbench.pairs.geometry import text_config_of
+    from kvbench.pairs.locate import load_config, resolve
+
+    if tokens is None:
+        return
+    if tokens < 1:
+        raise BadInputError(f"{what} {tokens}; it is a number of tokens, at least 1")
+    for name in models:
+        limit = getattr(text_config_of(load_config(resolve(name), trust_remote_code=trust_remote_code)), "max_position_embeddings", None)
+        if limit is not None and tokens > limit:
+            raise BadInputError(f"{what} {tokens:,}, but '{name}' has {limit:,} positions")
+
+
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
     """A progress bar on stderr with speed and time left."""

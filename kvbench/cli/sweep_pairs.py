@@ -53,6 +53,12 @@ def sweep_pairs(
         raise BadInputError(f"--retries {retries}; it is 0 or more")
     given = read_pairs_file(file)
     tasks = pair_tasks(given, known_options())
+    if given.tasks:
+        # A misspelt task should not cost the calibration of every pair.
+        from kvbench.scoring.taskfiles import find_definitions
+
+        include = given.evaluate.get("include_path") or []
+        find_definitions(list(given.tasks), [Path(str(folder)) for folder in (include if isinstance(include, list) else [include])])
     if plan:
         for task in tasks:
             for stage in task.stages:

@@ -27,7 +27,7 @@ _SECTIONS = (
         "kvbench diagnose SOURCE TARGET --mapper DIR --out RUN",
         "how well each layer is predicted, and where attention reads the error",
     ),
-    ("sweep", "Sweeps", "kvbench sweep MOMENTS --recipe ridge --over k --out RUN", "how the score moves with k, lambda or calibration size"),
+    ("sweep", "Sweeps", "kvbench sweep MOMENTS --recipe ridge --grid k=1,2,4 --out RUN", "how the score moves with k, lambda or calibration size"),
     ("latency", "Latency", "kvbench latency SOURCE TARGET --mapper DIR --out RUN", "what the transfer saves, warm and cold"),
     (
         "handoff",

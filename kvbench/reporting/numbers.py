@@ -28,8 +28,10 @@ def margin(policy: Policy) -> str:
     if policy.retention is None:
         kept = f"margin {points(policy.margin).lstrip('+')} of score"
     else:
-        average = "" if policy.average_retention is None else f" ({percent(policy.average_retention, 0)} on average)"
-        kept = f"at least {percent(policy.retention, 0)} of the target's score kept{average}"
+        further = [] if policy.average_retention is None else [f"{percent(policy.average_retention, 0)} on average"]
+        # Floors of their own: the canary's.
+        further += [f"{percent(floor, 0)} of a canary's" for floor in sorted(set(policy.floors.values()) - {policy.retention})]
+        kept = f"at least {percent(policy.retention, 0)} of the target's score kept" + (f" ({', '.join(further)})" if further else "")
     name = "" if policy.name is None else f"policy '{policy.name}'" + (f" {policy.fingerprint[:12]}" if policy.fingerprint else "") + ": "
     return f"{name}{kept}, {policy.nll_margin:g} nats per token"
 

@@ -114,7 +114,7 @@ class TransferEngine:
         if hold_back < 1:
             raise BadInputError(f"hold_back = {hold_back}; the answering model must run at least the last context token itself, so it is 1 or more")
         if len({arm.name for arm in arms}) != len(arms):
-            raise BadInputError(f"two arms share a name: {', '.join(arm.name for arm in arms)}")
+            raise BadInputError(f"two arms share a name: {', '.join(arm.name for arm in arms)}; name them apart")
         self.models: dict[str, LoadedModel] = {}
         if source is not None:
             self.models["source"] = source

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvbench.errors import BadInputError
+from kvbench.errors import ArtifactError, BadInputError
 from kvbench.pairs.check import PairReport, check_pair
 from kvbench.pairs.gates import GateReport, run_gates
 from kvbench.pairs.models import LoadedModel, load_model
@@ -19,7 +19,7 @@ from kvbench.reporting.comparison import Compared, compare
 from kvbench.reporting.report import write_report
 from kvbench.reporting.screened import write_verdict_page
 from kvbench.runs import load_runs
-from kvbench.runs.files import write_stored
+from kvbench.runs.files import read_stored, write_stored
 from kvbench.runs.provenance import collect, command_line
 from kvbench.runs.verdict import Criterion, Side, Signature, StageRecord, Verdict
 from kvbench.scoring.arms import Arm, artifact_path
@@ -75,12 +75,12 @@ class Screen:
         self._open()
         self._seconds: dict[str, float] = {}
         if (out / RECORDS).is_file():
-            self._seconds = json.loads((out / RECORDS).read_text(encoding="utf-8"))
+            self._seconds = _read_json(out / RECORDS)
 
     def _open(self) -> None:
         file, spec = self.out / SPEC, dump_json(self.request.spec())
         if file.is_file():
-            stored = json.loads(file.read_text(encoding="utf-8"))
+            stored = _read_json(file)
             asked = json.loads(spec)
             differing = [key for key in asked if stored.get(key) != asked[key]]
             if differing:
@@ -99,7 +99,22 @@ class Screen:
         write_atomic(file, spec)
 
     def run(self) -> Verdict:
-        """All stages until one settles the matter; writes verdict.json and the report."""
+        """All stages until one settles the matter; writes verdict.json and the report. A finished screen is read again.
+
+        Raises:
+            BadInputError: what only shows while a stage is at work; a screen that had nothing yet leaves nothing behind.
+        """
+        if (self.out / VERDICT).is_file() and (self.out / "report").is_dir():
+            self.talk.say(f"the screen in '{self.out}' is finished already; nothing to do")
+            return read_stored(self.out / VERDICT, Verdict)
+        try:
+            return self._stages()
+        except BadInputError:
+            if {p.name for p in self.out.iterdir()} <= {SPEC, RECORDS}:
+                shutil.rmtree(self.out)
+            raise
+
+    def _stages(self) -> Verdict:
         work = {
             "check": self._check,
             "gates": self._gates,
@@ -394,6 +409,21 @@ class Screen:
         )
         write_report(replace(compared, comparison=comparison), report, overwrite=True)
         return verdict
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A record of a screen.
+
+    Raises:
+        ArtifactError: damaged.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ArtifactError(f"'{file}' is damaged ({error}); pass --overwrite to begin the screen again") from error
+    if not isinstance(found, dict):
+        raise ArtifactError(f"'{file}' is damaged (not an object); pass --overwrite to begin the screen again")
+    return found
 
 
 def _fact(name: str, stage: str, what: str, passed: bool, reason: str) -> Criterion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,9 @@ from kvbench.runs.verdict import Verdict
 from kvbench.storage import SUMS, read_manifest, verify_sums
 
 Status = Literal["ok", "differs", "not checked"]
-VERDICT = "verdict.json"
+VERDICT, SCREEN, MAPPER = "verdict.json", "screen.json", "mapper"
+HASHED_BYTES = 512 << 20
+"""Artifacts up to this size are hashed whole, in about a third of a second; of larger ones the weight files are checked by size alone."""
 VERDICT_FINDING = "verdict of the screen"
 
 
@@ -67,8 +70,9 @@ def verify_against(path: Path, source: str, target: str, *, source_revision: str
     """Compare an artifact, or the directory of a screen, with the models that are to be served.
 
     Files are compared by SHA-256; only where a configuration or tokenizer file differs or is not pinned, transformers is asked whether the
-    difference matters (seconds instead of milliseconds). Weight files are compared by size and both ends. The weights of the artifact itself are
-    not hashed: `kvbench mapper verify` without `--against` does that.
+    difference matters (seconds instead of milliseconds). Weight files of the models are compared by size and both ends. The artifact is hashed
+    whole up to `HASHED_BYTES`; beyond, its weight files are there and as long as their headers say, and `kvbench mapper verify` without
+    `--against` hashes them.
 
     Args:
         path: artifact, or a directory with verdict.json.
@@ -86,15 +90,51 @@ def verify_against(path: Path, source: str, target: str, *, source_revision: str
         verdict = read_stored(path / VERDICT, Verdict)
         if verdict.signature.mapper is None:
             raise ArtifactError(f"the screen at '{path}' ended without a mapper ({verdict.verdict}: {verdict.sentence}); there is nothing to verify")
+        if verdict.verdict == "deploy" and any(c.required and c.passed is not True for c in verdict.criteria):
+            raise ArtifactError(f"'{path / VERDICT}' says deploy, but not all of its required criteria passed: it was changed; screen again")
         screen, path = path, path / verdict.signature.mapper
         findings.append(Finding(VERDICT_FINDING, "ok" if verdict.verdict == "deploy" else "differs", f"{verdict.verdict} ({screen / VERDICT})"))
         same = mapper_id(path) == verdict.signature.mapper_id
         findings.append(Finding("artifact is the one that was screened", "ok" if same else "differs", "" if same else "other SHA256SUMS"))
+    elif (path / SCREEN).is_file():
+        raise ArtifactError(f"the screen at '{path}' has no verdict yet; repeat its command, it goes on where it stopped")
     manifest = read_manifest(path, "mapper")
-    verify_sums(path, only=("manifest.json",))
+    findings.append(_intact(path))
     for role, name, revision in (("source", source, source_revision), ("target", target, target_revision)):
         findings += _model(role, manifest[role], name, revision)
     return Verification(path, tuple(findings), mapper_id(path))
+
+
+def _intact(path: Path) -> Finding:
+    """Whether the artifact's own files are what they were.
+
+    Raises:
+        ArtifactError: a file is missing, cut or changed.
+    """
+    names = [line.partition("  ")[2] for line in (path / SUMS).read_text(encoding="utf-8").splitlines()] if (path / SUMS).is_file() else []
+    sizes = {name: (path / name).stat().st_size for name in names if (path / name).is_file()}
+    if sum(sizes.values()) <= HASHED_BYTES:
+        verify_sums(path)
+        return Finding("artifact is intact", "ok", "every byte")
+    large = [name for name in names if name.endswith(".safetensors")]
+    verify_sums(path, only=[name for name in names if name not in large])
+    for name in large:
+        if name not in sizes:
+            raise ArtifactError(f"'{path}' lacks the file {name}; copy it again")
+        if sizes[name] != _stated_size(path / name):
+            raise ArtifactError(f"'{path / name}' has {sizes[name]:,} bytes, not as many as its header says; copy it again")
+    return Finding("artifact is intact", "ok", "sizes; `kvbench mapper verify` without --against checks every byte")
+
+
+def _stated_size(file: Path) -> int:
+    """Bytes of a safetensors file according to its header: 8 for the header's length, the header, and the last tensor's end."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, 100 << 20)))
+        return 8 + length + max((int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"'{file}' is damaged: its header cannot be read; copy it again") from error
 
 
 def _model(role: str, stored: dict[str, Any], name: str, revision: str | None) -> list[Finding]:

@@ -52,6 +52,18 @@ def test_the_whole_way(run_cli, ridge):
     assert run_cli("mapper", "verify", ridge).returncode == 0
 
 
+def test_damaged_moments_are_named(run_cli, moments, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(moments, tmp_path / "copy")
+    file = next(copy.glob("moments.fit.*.safetensors"))
+    file.write_bytes(file.read_bytes()[:3000])
+    done = run_cli("fit", copy, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert "are damaged" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_another_k_needs_no_model(run_cli, moments, tmp_path):
     done = run_cli("fit", moments, "--set", "k=all", "--set", "lambda=0.1", "--set", "lambda_kind=relative", "--out", tmp_path / "all", "--json")
     assert done.returncode == 0, done.stderr
@@ -152,7 +164,18 @@ def test_a_mapper_of_another_pair_is_refused(run_cli, ridge, tmp_path):
         (("evaluate", *PAIR, "--tasks", "tiny_choise", "--out", "OUT"), 2, "tiny_choise"),
         (("evaluate", *PAIR, "--mapper", "nowhere", "--tasks", "tiny_choice", "--out", "OUT"), 2, "neither a control"),
         (("evaluate", *PAIR, "--tasks", "tiny_choice", "--limit", "-3", "--out", "OUT"), 2, "--limit"),
-        (("evaluate", *PAIR, "--tasks", "tiny_choice", "--batch-size", "0", "--out", "OUT"), 2, "batch size"),
+        (("evaluate", *PAIR, "--tasks", "tiny_choice", "--batch-size", "0", "--out", "OUT"), 2, "--batch-size 0"),
+        (("evaluate", *PAIR, "--tasks", "tiny_choice", "--limit", "nan", "--out", "OUT"), 2, "--limit nan"),
+        (("evaluate", *PAIR, "--tasks", "tiny_choice", "--limit", "inf", "--out", "OUT"), 2, "--limit inf"),
+        (("evaluate", *PAIR, "--tasks", "tiny_choice", "--num-fewshot", "-1", "--out", "OUT"), 2, "--num-fewshot -1"),
+        (("evaluate", *PAIR, "--tasks", "tiny_choice", "--hold-back", "0", "--out", "OUT"), 2, "--hold-back 0"),
+        (("evaluate", *PAIR, "--tasks", "tiny_choice", "--max-length", "100000", "--out", "OUT"), 2, "has 1,024 positions"),
+        (("evaluate", *PAIR, "--tasks", "tiny_sums", "--gen-kwargs", "foo", "--out", "OUT"), 2, "--gen-kwargs 'foo'"),
+        (("evaluate", *PAIR, "--tasks", "tiny_sums", "--mapper", "a=zero", "--mapper", "a=raw", "--out", "OUT"), 2, "two arms would be called 'a'"),
+        (("calibrate", *PAIR, *SMALL[:2], "--seq-len", "100000", "--out", "OUT"), 2, "has 1,024 positions"),
+        (("diagnose", *PAIR, "--mapper", "raw", "--prefix", "5000", "--out", "OUT"), 2, "has 1,024 positions"),
+        (("handoff", *PAIR, "--mapper", "raw", "--out", "/proc/x"), 2, "cannot write"),
+        (("demo", "--out", "/proc/x"), 2, "cannot write"),
         (("evaluate", *PAIR, "--tasks", "arc_easy", "--data-dir", "nowhere", "--out", "OUT"), 2, "nowhere"),
         (("mapper", "show", "nowhere"), 2, "neither a control"),
         (("report", "nowhere", "--out", "OUT"), 2, "nowhere"),

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbench.errors import ArtifactError
 from kvbench.runs.files import read_stored
 from kvbench.runs.measured import FIGURE_NAMES, Diagnostics
 from kvbench.runs.verdict import Verdict
+from kvbench.screening import verify
 from kvbench.screening.policy import default_text
 
 SOURCE, STRANGER, TARGET = "embedded:source", "embedded:stranger", "embedded:target"
@@ -103,17 +105,71 @@ def test_the_same_command_goes_on_and_another_one_is_refused(deployed):
     out, _ = deployed
     before = verdict_of(out)
     again = kvbench("screen", SOURCE, TARGET, "--out", out, check=0)
-    assert "going on with the screen" in again.stderr
+    assert "is finished already" in again.stderr
     assert verdict_of(out).criteria == before.criteria
     other = kvbench("screen", SOURCE, TARGET, "--out", out, "--limit", 60, check=2)
     assert "holds a screen with another budget" in other.stderr
     assert "Traceback" not in other.stderr
 
 
+@pytest.mark.parametrize("harm", ["cut", "flipped", "gone"])
+def test_verify_against_sees_a_damaged_artifact(deployed, tmp_path, harm):
+    """A router relies on it at start-up; the models and the checksums' own file were compared, and the weights were not."""
+    out, _ = deployed
+    copy = shutil.copytree(out, tmp_path / "copy")
+    weights = copy / "mapper" / "weights.safetensors"
+    content = bytearray(weights.read_bytes())
+    if harm == "gone":
+        weights.unlink()
+    elif harm == "cut":
+        weights.write_bytes(content[:1000])
+    else:
+        content[len(content) // 2] ^= 1
+        weights.write_bytes(content)
+    for artifact in (copy, copy / "mapper"):
+        found = kvbench("mapper", "verify", artifact, "--against", SOURCE, TARGET, check=2)
+        assert "weights.safetensors" in found.stderr
+
+
+def test_large_artifacts_are_checked_by_size(deployed, tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "HASHED_BYTES", 0)
+    copy = shutil.copytree(deployed[0] / "mapper", tmp_path / "mapper")
+    assert verify.verify_against(copy, SOURCE, TARGET).passed
+    weights = copy / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="not as many as its header says"):
+        verify.verify_against(copy, SOURCE, TARGET)
+    weights.unlink()
+    with pytest.raises(ArtifactError, match=r"lacks the file weights\.safetensors"):
+        verify.verify_against(copy, SOURCE, TARGET)
+
+
+def test_a_verdict_that_was_edited_or_is_not_there_yet(deployed, tmp_path):
+    copy = shutil.copytree(deployed[0], tmp_path / "copy")
+    verdict = json.loads((copy / "verdict.json").read_text())
+    next(c for c in verdict["criteria"] if c["required"])["passed"] = False
+    (copy / "verdict.json").write_text(json.dumps(verdict))
+    assert "it was changed" in kvbench("mapper", "verify", copy, "--against", SOURCE, TARGET, check=2).stderr
+    (copy / "verdict.json").unlink()
+    assert "no verdict yet" in kvbench("mapper", "verify", copy, "--against", SOURCE, TARGET, check=2).stderr
+    (copy / "stages.json").write_text("x")
+    assert "is damaged" in kvbench("screen", SOURCE, TARGET, "--out", copy, check=2).stderr
+    assert "is a screen" in kvbench("report", copy, "--out", tmp_path / "report", check=2).stderr
+    assert "intact" in kvbench("mapper", "verify", deployed[0], check=0).stdout
+
+
+@pytest.mark.parametrize("arguments", [("embedded:nosuch", TARGET), (SOURCE, TARGET, "--data", "nosuch.txt")])
+def test_a_mistake_leaves_nothing_behind(tmp_path, arguments):
+    out = tmp_path / "out"
+    kvbench("screen", *arguments, "--out", out, check=2)
+    assert not out.exists()
+
+
 def test_a_screen_that_was_moved_goes_on(deployed, tmp_path):
     """The runs inside once named the artifact by the path the screen had when it began."""
     out, _ = deployed
     moved = shutil.copytree(out, tmp_path / "elsewhere")
+    (moved / "verdict.json").unlink()  # stopped just before the end
     kvbench("screen", SOURCE, TARGET, "--out", moved, check=0)
     assert verdict_of(moved).criteria == verdict_of(out).criteria
 
