@@ -83,7 +83,12 @@ def _basis(entries: Sequence[LayerDiagnostics]) -> str:
 def _axis(label: str, entries: Sequence[LayerDiagnostics]) -> str:
     """An axis that says how much text is behind the figure, for files that are shown without their caption."""
     known = next((e for e in entries if e.sequences is not None), None)
-    return label if known is None else f"{label} (n = {known.sequences} sequences)"
+    if known is None:
+        return label
+    lengths = {e.prefix for e in entries}
+    # Of several lengths a figure shows one, and says which.
+    prefix = f"prefix {known.prefix:,}, " if len(lengths) == 1 and known.prefix is not None and "prefix" not in label else ""
+    return f"{label} ({prefix}n = {known.sequences} sequences)"
 
 
 def _profile(profiles: Sequence[Profile], name: str) -> Profile | None:
@@ -154,7 +159,7 @@ def _classes(entries: Sequence[LayerDiagnostics], colour_of: ColourOf) -> Figure
         panels[0].legend(fontsize=8)
 
     caption = f"Relative error by class of token; under each class how many tokens it has. {_basis(entries)}"
-    return draw("error_class", "Error by class of token", caption, data, 2.9, paint)
+    return draw("error_class", "Error by class of token", caption, data, 2.9, paint, footnote=_basis(entries))
 
 
 def _said(entries: Sequence[LayerDiagnostics], colour_of: ColourOf) -> Figure | None:
@@ -205,7 +210,7 @@ def _said(entries: Sequence[LayerDiagnostics], colour_of: ColourOf) -> Figure | 
         f"What the target says next on the mapped prefix against its own: 0 nats, 1 and 1 are identical; 'source' is what the small model itself would "
         f"have said. Bars are 95 % intervals. {_basis(entries)}"
     )
-    return draw("agreement", "Agreement with the target on its own prefix", caption, data, 0.9 + 0.28 * len(arms), paint)
+    return draw("agreement", "Agreement with the target on its own prefix", caption, data, 0.9 + 0.28 * len(arms), paint, footnote=_basis(entries))
 
 
 def _over_length(found: Diagnostics, colour_of: ColourOf) -> list[Figure]:

@@ -30,7 +30,7 @@ def read_output(path: Path | str) -> list[ComparableRun]:
     found: dict[Path, list[Path]] = {}
     for file in sorted(path.rglob("results_*.json")):
         found.setdefault(file.parent, []).append(file)
-    if not found and (path / "screen.json").is_file():
+    if (path / "screen.json").is_file():
         raise BadInputError(f"'{path}' is a screen: its own report is '{path / 'report'}', and its runs are the folders canary, run and text in it")
     if not found:
         raise BadInputError(

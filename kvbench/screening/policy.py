@@ -169,7 +169,7 @@ def load_policy(path: Path | str | None = None) -> ScreenPolicy:
         return _parse(default_text(), "the shipped policy")
     file = Path(path)
     if not file.is_file():
-        raise BadInputError(f"policy file '{file}' does not exist; start from `kvbench screen --print-policy`")
+        raise BadInputError(f"policy file '{file}' {'is no file' if file.exists() else 'does not exist'}; start from `kvbench screen --print-policy`")
     try:
         return _parse(file.read_text(encoding="utf-8"), f"policy file '{file}'")
     except (OSError, UnicodeDecodeError) as error:
