@@ -101,7 +101,7 @@ def draw(
         FigureCanvasAgg(figure)
         paint(figure)
         if footnote:
-            figure.supxlabel(footnote, fontsize=7.5, color=INK, alpha=0.75, x=0.99, ha="right")
+            figure.supxlabel(footnote, fontsize=8.5, color=INK, alpha=0.75, x=0.99, ha="right")
         vector, raster = io.StringIO(), io.BytesIO()
         figure.savefig(vector, format="svg", transparent=True, metadata={"Date": None, "Creator": "kvbench"})
         figure.savefig(raster, format="png", dpi=160, metadata={"Software": "kvbench"})
