@@ -73,11 +73,11 @@ def curves(
         if log_x:
             axes.set_xscale("log")
             _plain(axes.xaxis)
-            asked = sorted({x for line in lines for x in line.x})
-            if len(asked) <= 8:
-                # Few settings: name them instead of decades.
-                axes.set_xticks(asked, [f"{x:,.6g}" for x in asked])
-                axes.minorticks_off()
+        asked = sorted({x for line in lines for x in line.x})
+        if len(asked) <= 8:
+            # Few settings: name them, instead of decades or of values in between that nobody tried.
+            axes.set_xticks(asked, [f"{x:,.6g}" for x in asked])
+            axes.minorticks_off()
         if log_y:
             axes.set_yscale("log")
             _plain(axes.yaxis)
