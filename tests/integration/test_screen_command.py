@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from kvbench.errors import ArtifactError
+from kvbench.paths import mappers_directory
 from kvbench.runs.files import read_stored
 from kvbench.runs.measured import FIGURE_NAMES, Diagnostics
 from kvbench.runs.verdict import Verdict
@@ -94,8 +95,9 @@ def test_verify_against_notices_another_artifact_than_the_one_screened(deployed,
     out, _ = deployed
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
-    sums = copy / "mapper" / "SHA256SUMS"
-    sums.write_text(sums.read_text() + "0" * 64 + "  other\n")
+    # An intact mapper of the same pair, but not the one that was screened.
+    shutil.rmtree(copy / "mapper")
+    shutil.copytree(mappers_directory() / "artifacts" / "embedded-head_local", copy / "mapper")
     done = kvbench("mapper", "verify", copy, "--against", SOURCE, TARGET, check=4)
     assert "differs" in done.stdout
     assert "artifact is the one that was screened" in done.stdout
