@@ -309,8 +309,8 @@ def test_diagnose_writes_figures_and_tables(tmp_path):
     [
         (("--data", "embedded:world", "--prefix", "64,32"), "give ascending lengths"),
         (("--data", "embedded:world", "--prefix", "many"), "not a comma-separated list"),
-        (("--data", "embedded:world", "--prefix", "2000"), "1024 positions"),
-        ((), "give the text with --data"),
+        (("--data", "embedded:world", "--prefix", "2000"), "has 1,024 positions"),
+        (("--data", "embedded:world", "--moments", "nowhere"), "--data and --moments name two texts"),
         (("--data", "embedded:world", "--sequences", "0"), "--sequences 0"),
         (("--data", "embedded:world", "--mapper", "a=embedded:ridge", "--mapper", "a=embedded:mean"), "two arms would be called 'a'"),
     ],
