@@ -54,6 +54,7 @@ class _Finder:
             execute(module)
             register()
 
+        # On purpose: the loader runs the module, then registers what it defines.
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,8 @@ class Harvest:
         tokens = [len(kinds) and getattr(self.blocks, part).size for kinds, part in steps]
         done_before = 0
         for (kinds, part), size in zip(steps, tokens, strict=True):
-            if not self.ranks.on_main(lambda kinds=kinds, part=part: all(self._result_file(part, kind).exists() for kind in kinds)):  # type: ignore[misc]
-                self._run_part(part, kinds, lambda n, base=done_before: progress(base + n, sum(tokens)) if progress else None)  # type: ignore[misc]
+            if not self.ranks.on_main(partial(self._has_results, part, kinds)):
+                self._run_part(part, kinds, partial(_advance, progress, done_before, sum(tokens)))
             done_before += size
             if progress:
                 progress(done_before, sum(tokens))
@@ -169,6 +170,9 @@ class Harvest:
         self.partial.mkdir(parents=True, exist_ok=True)
         write_atomic(self.partial / "manifest.json", dump_json(self.manifest))
         write_atomic(identity_file, self._identity)
+
+    def _has_results(self, part: str, kinds: Sequence[str]) -> bool:
+        return all(self._result_file(part, kind).exists() for kind in kinds)
 
     def _result_file(self, part: str, kind: str) -> Path:
         return self.partial / f"{part}.{kind}.safetensors"
@@ -272,6 +276,12 @@ class Harvest:
             save_tokens(self.blocks, directory)
             manifest = {**self.manifest, "created": utc_now(), "versions": versions()}
             (directory / "manifest.json").write_text(dump_json(manifest), encoding="utf-8")
+
+
+def _advance(progress: Callable[[int, int], None] | None, before: int, total: int, done: int) -> None:
+    """Tell the progress of one part as that of the whole."""
+    if progress:
+        progress(before + done, total)
 
 
 def _link(file: Path, place: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +137,7 @@ def recorded_queries(model: LoadedModel) -> Iterator[dict[int, Tensor]]:
     seen: dict[int, Tensor] = {}
     handles = []
 
-    def recorder(layer: int):  # type: ignore[no-untyped-def]
+    def recorder(layer: int) -> Callable[[nn.Module, object, Tensor], None]:
         def record(_module: nn.Module, _args: object, output: Tensor) -> None:
             heads = output.detach()
             # A norm over heads may see [batch, heads, tokens, dim]; token-major is what the projections write.

@@ -53,7 +53,7 @@ def calibrate(
     device = ranks.device(device)
     ranks.on_main(lambda: check_writable(out, overwrite=overwrite))
     # Text and sizes first: a mistake there should not cost the loading of two models.
-    opt.refuse_beyond_positions("--seq-len", seq_len, source, target, trust_remote_code=trust_remote_code)
+    opt.refuse_beyond_positions("--seq-len", seq_len, (source, source_revision), (target, target_revision), trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(resolve(target, target_revision), trust_remote_code=trust_remote_code)
     blocks = pack(load_texts(data), tokenizer, sequences=sequences, heldout=heldout, seq_len=seq_len, seed=seed if shuffle else None)
     models = opt.load_pair(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,7 +12,13 @@ from kvbench.cli import options as opt
 if TYPE_CHECKING:
     from kvbench.reporting.correlate import Correlations
 
-NAMES = {"retention": "retention", "accuracy difference": "difference", "accuracy-difference": "difference", "difference": "difference", "nll": "nll"}
+NAMES: dict[str, Literal["retention", "difference", "nll"]] = {
+    "retention": "retention",
+    "accuracy difference": "difference",
+    "accuracy-difference": "difference",
+    "difference": "difference",
+    "nll": "nll",
+}
 
 
 def correlate(
@@ -42,7 +48,7 @@ def correlate(
         raise BadInputError(f"--against '{against}' is unknown; it is one of retention, difference, nll")
     if out is not None:
         check_writable(out, overwrite=overwrite)
-    found = compute(runs, NAMES[against], prefix=prefix, tasks=_split(tasks), figures=_split(figures), leave_out=_split(leave_out) or (), level=level)  # type: ignore[arg-type]
+    found = compute(runs, NAMES[against], prefix=prefix, tasks=_split(tasks), figures=_split(figures), leave_out=_split(leave_out) or (), level=level)
     found = found.model_copy(update={"command": command_line(), "provenance": collect(started_utc=started)})
     if out is not None:
         with atomic_directory(out, overwrite=overwrite) as directory:

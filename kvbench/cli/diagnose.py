@@ -77,7 +77,13 @@ def diagnose(
     run = _check_out(out, source, target, overwrite)
     named = _named(mapper or [], control)
     check_early([spec for _, spec in named], None, source, target, None, None)
-    opt.refuse_beyond_positions("--prefix and --suffix together", max(prefixes) + suffix, source, target, trust_remote_code=trust_remote_code)
+    opt.refuse_beyond_positions(
+        "--prefix and --suffix together",
+        max(prefixes) + suffix,
+        (source, source_revision),
+        (target, target_revision),
+        trust_remote_code=trust_remote_code,
+    )
     settings = DiagnoseSettings(prefixes, suffix, batch_size, greedy_tokens, greedy_sequences, seed)
     length = max(prefixes) + suffix
     if moments is not None:

@@ -86,7 +86,7 @@ def evaluate(
     labels = ["target", "source", *(_named(item)[0] for item in dict.fromkeys([*(mapper or []), *(c for c in control or [] if c != "none")]))]
     if doubled := [name for name in labels if labels.count(name) > 1]:
         raise BadInputError(f"two arms would be called '{doubled[0]}'; name them with --mapper NAME=DIRECTORY")
-    opt.refuse_beyond_positions("--max-length", max_length, source, target, trust_remote_code=trust_remote_code)
+    opt.refuse_beyond_positions("--max-length", max_length, (source, source_revision), (target, target_revision), trust_remote_code=trust_remote_code)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     task_metadata = _metadata(metadata, source, target)
     started = time.perf_counter()

@@ -130,12 +130,12 @@ def verify(
     from kvbench.errors import ArtifactError
     from kvbench.mappers.artifact import load_mapper
     from kvbench.scoring.arms import artifact_path
-    from kvbench.screening.verify import MAPPER, SCREEN, VERDICT
+    from kvbench.screening.verify import MAPPER, SPEC, VERDICT
 
     path = artifact_path(artifact)
     if (path / VERDICT).is_file() and (path / MAPPER).is_dir():
         path = path / MAPPER
-    elif (path / SCREEN).is_file():
+    elif (path / SPEC).is_file():
         raise ArtifactError(f"the screen at '{path}' has no chosen mapper; repeat its command if it was stopped, or see its report")
     _, manifest = load_mapper(path)
     if json:

@@ -56,13 +56,13 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def refuse_beyond_positions(what: str, tokens: int | None, *models: str, trust_remote_code: bool = False) -> None:
+def refuse_beyond_positions(what: str, tokens: int | None, *models: tuple[str, str | None], trust_remote_code: bool = False) -> None:
     """Refuse contexts that a model has no positions for, from configurations alone.
 
     Args:
         what: the option, for the message.
         tokens: asked for; None is fine.
-        models: names.
+        models: names and revisions.
         trust_remote_code: as in loading.
 
     Raises:
@@ -76,8 +76,8 @@ def refuse_beyond_positions(what: str, tokens: int | None, *models: str, trust_r
         return
     if tokens < 1:
         raise BadInputError(f"{what} {tokens}; it is a number of tokens, at least 1")
-    for name in models:
-        limit = getattr(text_config_of(load_config(resolve(name), trust_remote_code=trust_remote_code)), "max_position_embeddings", None)
+    for name, revision in models:
+        limit = getattr(text_config_of(load_config(resolve(name, revision), trust_remote_code=trust_remote_code)), "max_position_embeddings", None)
         if limit is not None and tokens > limit:
             raise BadInputError(f"{what} {tokens:,}, but '{name}' has {limit:,} positions")
 

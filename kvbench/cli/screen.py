@@ -71,7 +71,8 @@ def screen(
     from kvbench.screening.budget import default_tasks
     from kvbench.screening.estimate import estimate
     from kvbench.screening.request import Request, Talk, plan_lines
-    from kvbench.screening.screen import SPEC, Screen
+    from kvbench.screening.screen import Screen
+    from kvbench.screening.verify import SPEC
     from kvbench.storage import check_writable, dump_json
 
     if source is None or target is None:

@@ -99,7 +99,7 @@ def known_options() -> Known:
     group = get_command(_app())
     found: Known = {}
     for command in SET_HERE:
-        parameters = group.commands[command].params  # type: ignore[attr-defined]
+        parameters = group.commands[command].params  # type: ignore[attr-defined]  # an app with commands is a group
         found[command] = {
             p.name: (max(p.opts, key=len), p.secondary_opts[0] if p.secondary_opts else None, bool(p.is_flag))
             for p in parameters

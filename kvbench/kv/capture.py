@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ def pre_rotation_keys(blocks: list[nn.Module], kv_heads: int, head_dim: int) -> 
     seen: dict[int, Tensor] = {}
     handles = []
 
-    def recorder(layer: int):  # type: ignore[no-untyped-def]
+    def recorder(layer: int) -> Callable[[nn.Module, object, Tensor], None]:
         def record(_module: nn.Module, _args: object, output: Tensor) -> None:
             keys = output.detach()
             if keys.dim() == 4 and keys.shape[1] == kv_heads and keys.shape[2] != kv_heads:

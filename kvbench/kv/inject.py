@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 
-class PrefixLayer(DynamicLayer):  # type: ignore[misc]
+class PrefixLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     """One layer: a buffer `[batch, kv_heads, capacity, head_dim]` of which `filled` tokens are in use."""
 
     def __init__(self, keys: Tensor, values: Tensor, filled: int = 0) -> None:
@@ -44,7 +44,7 @@ class PrefixLayer(DynamicLayer):  # type: ignore[misc]
         return self.filled
 
 
-class PrefixCache(Cache):  # type: ignore[misc]
+class PrefixCache(Cache):  # type: ignore[misc]  # the same
     """A transformers cache with room behind a prefix.
 
     Args:

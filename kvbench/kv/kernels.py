@@ -126,7 +126,7 @@ class BlockContent(ContentKV):
         if not self._paneled(dtype, device):
             return super().design(layers, kind, dtype, device)
         panel = self._filled(kind, layers)
-        parts = [panel[:, run].flatten(1) for run in _runs(layers)]
+        parts = [panel[:, run].flatten(1) for run in runs(layers)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _paneled(self, dtype: torch.dtype, device: torch.device | None) -> bool:
@@ -166,8 +166,8 @@ class BlockContent(ContentKV):
                 self.memory.give_back(self._panels.pop(kind)[0])
 
 
-def _runs(layers: Sequence[int]) -> list[slice]:
-    """Neighbouring layers as slices, in order."""
+def runs(layers: Sequence[int]) -> list[slice]:
+    """Neighbouring indices as slices, in order: slices of a tensor are views, index lists are copies."""
     found: list[slice] = []
     for layer in layers:
         if found and found[-1].stop == layer:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvbench.calibration.moments import CrossMoments
 from kvbench.errors import BadInputError
+from kvbench.kv.kernels import runs
 
 LambdaKind = Literal["absolute", "relative"]
 
@@ -25,22 +26,10 @@ def check_lambda(value: float, kind: str) -> None:
         raise BadInputError(f"lambda = {value}; it must be zero or a positive number")
 
 
-def runs(indices: Tensor) -> list[slice]:
-    """Consecutive indices as slices, in order: slices of a matrix are views, index lists are copies."""
-    values = indices.tolist()
-    out: list[slice] = []
-    for value in values:
-        if out and out[-1].stop == value:
-            out[-1] = slice(out[-1].start, value + 1)
-        else:
-            out.append(slice(value, value + 1))
-    return out
-
-
 def block(matrix: Tensor, rows: Tensor, columns: Tensor | slice) -> Tensor:
     """`matrix[rows][:, columns]`: a view where both are consecutive, else one copy of the block alone."""
-    across = [columns] if isinstance(columns, slice) else runs(columns)
-    down = runs(rows)
+    across = [columns] if isinstance(columns, slice) else runs(columns.tolist())
+    down = runs(rows.tolist())
     if len(across) == 1 and len(down) == 1:
         return matrix[down[0], across[0]]
     stripes = [torch.cat([matrix[r, c] for c in across], dim=1) if len(across) > 1 else matrix[r, across[0]] for r in down]

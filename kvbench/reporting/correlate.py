@@ -253,7 +253,7 @@ def _calibration(mapper: str | None, spec: RunSpec | None, arm: str, run: Path) 
     """Held-out R2 of an artifact, if it still is the one that was evaluated; a screen's runs name theirs as seen from the run."""
     pins = {a.name: a.pin for a in spec.arms} if spec else {}
     place = Path(mapper or "")
-    if mapper is not None and mapper.startswith("../"):
+    if mapper is not None and not (place / "manifest.json").is_file():
         place = run / mapper
     if mapper is not None and mapper.startswith("embedded:"):
         place = mappers_directory() / "artifacts" / mapper.replace(":", "-")

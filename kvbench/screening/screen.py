@@ -27,11 +27,11 @@ from kvbench.scoring.taskfiles import find_definitions
 from kvbench.screening import criteria, stages
 from kvbench.screening.decide import decide
 from kvbench.screening.request import Request, Talk, scores_text
-from kvbench.screening.verify import mapper_id
+from kvbench.screening.verify import MAPPER, SPEC, VERDICT, mapper_id
 from kvbench.storage import dump_json, read_manifest, utc_now, write_atomic
 
 STAGES = ("check", "gates", "calibrate", "fit", "diagnose", "canary", "suite", "timing")
-SPEC, RECORDS, VERDICT, MAPPER = "screen.json", "stages.json", "verdict.json", "mapper"
+RECORDS = "stages.json"
 CONTROL_MAPPERS = ("random", "zero", "raw", "identity")
 
 

@@ -16,7 +16,7 @@ from kvbench.runs.verdict import Verdict
 from kvbench.storage import SUMS, read_manifest, verify_sums
 
 Status = Literal["ok", "differs", "not checked"]
-VERDICT, SCREEN, MAPPER = "verdict.json", "screen.json", "mapper"
+VERDICT, SPEC, MAPPER = "verdict.json", "screen.json", "mapper"
 HASHED_BYTES = 512 << 20
 """Artifacts up to this size are hashed whole, in about a third of a second; of larger ones the weight files are checked by size alone."""
 VERDICT_FINDING = "verdict of the screen"
@@ -96,7 +96,7 @@ def verify_against(path: Path, source: str, target: str, *, source_revision: str
         findings.append(Finding(VERDICT_FINDING, "ok" if verdict.verdict == "deploy" else "differs", f"{verdict.verdict} ({screen / VERDICT})"))
         same = mapper_id(path) == verdict.signature.mapper_id
         findings.append(Finding("artifact is the one that was screened", "ok" if same else "differs", "" if same else "other SHA256SUMS"))
-    elif (path / SCREEN).is_file():
+    elif (path / SPEC).is_file():
         raise ArtifactError(f"the screen at '{path}' has no verdict yet; repeat its command, it goes on where it stopped")
     manifest = read_manifest(path, "mapper")
     findings.append(_intact(path))
